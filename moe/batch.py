@@ -1,0 +1,261 @@
+"""One iteration's training input: ragged responses, and how they are cut into mini-batches and micro-batches.
+
+Responses to one prompt share a group. A micro-batch holds each distinct prompt once, left-padded, and its responses
+right-padded: attention makes the prompt's hidden states equal for all its responses, so they are computed once.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+_DTYPES = {
+    "prompt_ids": torch.int32,
+    "prompt_lens_N": torch.int32,
+    "response_ids": torch.int32,
+    "response_lens_N": torch.int32,
+    "logprobs": torch.float32,
+    "versions": torch.int32,
+    "rewards_N": torch.float32,
+    "reward_ok_N": torch.bool,
+    "group_N": torch.int32,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingBatch:
+    """N responses; every field is a 1-D CPU tensor, and flat fields hold the rows one after another.
+
+    Raises ValueError naming the field when dtypes, lengths or group indices don't fit together.
+    """
+
+    prompt_ids: Tensor
+    """int32, flat over prompt tokens."""
+    prompt_lens_N: Tensor
+    """int32, at least 1."""
+    response_ids: Tensor
+    """int32, flat over response tokens, the stop token included."""
+    response_lens_N: Tensor
+    """int32, at least 1."""
+    logprobs: Tensor
+    """float32, flat: the sampler's log-probability of each response token."""
+    versions: Tensor
+    """int32, flat: the policy version that sampled each response token."""
+    rewards_N: Tensor
+    """float32; 0 where there is none."""
+    reward_ok_N: Tensor
+    """bool: whether the response has a usable reward."""
+    group_N: Tensor
+    """int32 dense group index, 0..K-1, every index used."""
+
+    def __post_init__(self) -> None:
+        for name, dtype in _DTYPES.items():
+            tensor = getattr(self, name)
+            if tensor.dtype != dtype or tensor.dim() != 1:
+                raise ValueError(f"batch {name}: expected a 1-D {dtype} tensor, got {tensor.dtype} {tensor.shape}")
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        for name in ("response_lens_N", "rewards_N", "reward_ok_N", "group_N"):
+            if len(getattr(self, name)) != len(self.prompt_lens_N):
+                raise ValueError(f"batch {name}: {len(getattr(self, name))} rows, expected {len(self.prompt_lens_N)}")
+        if len(self) == 0:
+            raise ValueError("batch prompt_lens_N: the batch is empty; sample at least one group")
+        for lens, flat_names in (
+            ("prompt_lens_N", ("prompt_ids",)),
+            ("response_lens_N", ("response_ids", "logprobs", "versions")),
+        ):
+            lens_N = getattr(self, lens)
+            if int(lens_N.min()) < 1:
+                raise ValueError(f"batch {lens}: a row has no token; every prompt and response needs at least one")
+            for name in flat_names:
+                if len(getattr(self, name)) != int(lens_N.sum()):
+                    raise ValueError(f"batch {name}: {len(getattr(self, name))} tokens, {lens} sums to {lens_N.sum()}")
+        if not bool(torch.isfinite(self.logprobs).all()):
+            raise ValueError(
+                "batch logprobs: not all finite; the policy that sampled has diverged, go back to an older one"
+            )
+        if not torch.equal(torch.unique(self.group_N), torch.arange(self.num_groups, dtype=torch.int32)):
+            raise ValueError("batch group_N: group indices must be dense, 0..K-1, each used")
+
+    def __len__(self) -> int:
+        return len(self.prompt_lens_N)
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.group_N.max()) + 1
+
+    @classmethod
+    def from_rows(
+        cls,
+        *,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]],
+        versions: Sequence[Sequence[int]],
+        rewards: Sequence[float | None],
+        groups: Sequence[int],
+    ) -> "TrainingBatch":
+        """Build a batch from N ragged rows; a reward of None means that the response has no usable reward."""
+
+        def flatten(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+            return torch.tensor([value for row in rows for value in row], dtype=dtype)
+
+        def lengths(rows: Sequence[Sequence[int]]) -> Tensor:
+            return torch.tensor([len(row) for row in rows], dtype=torch.int32)
+
+        return cls(
+            prompt_ids=flatten(prompts, torch.int32),
+            prompt_lens_N=lengths(prompts),
+            response_ids=flatten(responses, torch.int32),
+            response_lens_N=lengths(responses),
+            logprobs=flatten(logprobs, torch.float32),
+            versions=flatten(versions, torch.int32),
+            rewards_N=torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float32),
+            reward_ok_N=torch.tensor([reward is not None for reward in rewards], dtype=torch.bool),
+            group_N=torch.tensor(list(groups), dtype=torch.int32),
+        )
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> "TrainingBatch":
+        """Raises ValueError naming the missing or unknown tensors, or the field that is malformed."""
+        if tensors.keys() != _DTYPES.keys():
+            raise ValueError(
+                f"batch tensors: missing or unknown {sorted(tensors.keys() ^ _DTYPES.keys())}; write it anew"
+            )
+        return cls(**tensors)
+
+    def to_bytes(self) -> bytes:
+        """The batch as a safetensors file; equal batches give equal bytes."""
+        return bytes(save(self.to_tensors()))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "TrainingBatch":
+        """Raises ValueError when the bytes are not a safetensors file of a batch."""
+        try:
+            tensors = load(data)
+        except Exception as error:  # safetensors raises its own SafetensorError, not exported with a stable base
+            raise ValueError(f"batch: not a safetensors file ({error}); write it anew") from error
+        return cls.from_tensors(tensors)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """B responses to U distinct prompts, padded: P prompt positions, R response positions."""
+
+    rows_B: Tensor
+    """int64: row of each response in the batch."""
+    prompt_of_row_B: Tensor
+    """int64: index into the U prompts."""
+    prompt_ids_UP: Tensor
+    """int64, left-padded."""
+    prompt_mask_UP: Tensor
+    """bool."""
+    response_ids_BR: Tensor
+    """int64, right-padded."""
+    response_mask_BR: Tensor
+    """bool."""
+    flat_BR: Tensor
+    """int64: position of each response token in the batch's flat fields (a repeated one where padded)."""
+
+
+class BatchCutter:
+    """Cuts rows of a batch into micro-batches; prompts are compared once."""
+
+    def __init__(self, batch: TrainingBatch, pad_id: int, device: torch.device | str = "cpu") -> None:
+        self._batch = batch
+        self._pad_id = pad_id
+        self._device = device
+        self._prompt_starts_N = _starts(batch.prompt_lens_N)
+        self._response_starts_N = _starts(batch.response_lens_N)
+        self._prompt_lens = batch.prompt_lens_N.tolist()
+        self._response_lens = batch.response_lens_N.tolist()
+        self._first_row_of_prompt = self._find_equal_prompts()
+
+    def _find_equal_prompts(self) -> list[int]:
+        """For each row, the first row with the same prompt."""
+        flat = self._batch.prompt_ids.tolist()
+        first: dict[tuple[int, ...], int] = {}
+        starts = self._prompt_starts_N.tolist()
+        return [
+            first.setdefault(tuple(flat[start : start + length]), row)
+            for row, (start, length) in enumerate(zip(starts, self._prompt_lens, strict=True))
+        ]
+
+    def micro_batches(self, rows: Sequence[int], max_tokens: int) -> Iterator[MicroBatch]:
+        """All of `rows`, shortest responses first, in as few micro-batches of at most `max_tokens` padded tokens.
+
+        A row that alone exceeds `max_tokens` gets a micro-batch of its own. The cut depends on the set of rows only.
+        """
+        order = sorted(
+            rows,
+            key=lambda row: (self._response_lens[row], self._prompt_lens[row], self._first_row_of_prompt[row], row),
+        )
+        chunk: list[int] = []
+        prompts: set[int] = set()
+        longest_prompt = 0
+        for row in order:
+            count = len(prompts) + (self._first_row_of_prompt[row] not in prompts)
+            widest = max(longest_prompt, self._prompt_lens[row])
+            # Sorted: this row's response is the longest so far.
+            if chunk and count * widest + (len(chunk) + 1) * self._response_lens[row] > max_tokens:
+                yield self._pad(chunk)
+                chunk, prompts, widest = [], set(), self._prompt_lens[row]
+            chunk.append(row)
+            prompts.add(self._first_row_of_prompt[row])
+            longest_prompt = widest
+        if chunk:
+            yield self._pad(chunk)
+
+    def _pad(self, rows: Sequence[int]) -> MicroBatch:
+        batch, device = self._batch, self._device
+        firsts = [self._first_row_of_prompt[row] for row in rows]
+        position = {first: index for index, first in enumerate(dict.fromkeys(firsts))}
+        rows_B, prompts_U = torch.tensor(rows), torch.tensor(list(position))
+        prompt_flat_UP, prompt_mask_UP = _positions(
+            self._prompt_starts_N[prompts_U], batch.prompt_lens_N[prompts_U].long(), left=True
+        )
+        flat_BR, mask_BR = _positions(self._response_starts_N[rows_B], batch.response_lens_N[rows_B].long(), left=False)
+        return MicroBatch(
+            rows_B=rows_B,
+            prompt_of_row_B=torch.tensor([position[first] for first in firsts], device=device),
+            prompt_ids_UP=batch.prompt_ids[prompt_flat_UP].long().masked_fill(~prompt_mask_UP, self._pad_id).to(device),
+            prompt_mask_UP=prompt_mask_UP.to(device),
+            response_ids_BR=batch.response_ids[flat_BR].long().masked_fill(~mask_BR, self._pad_id).to(device),
+            response_mask_BR=mask_BR.to(device),
+            flat_BR=flat_BR,
+        )
+
+
+def _starts(lens_N: Tensor) -> Tensor:
+    lens_N = lens_N.long()
+    return lens_N.cumsum(0) - lens_N
+
+
+def _positions(starts: Tensor, lens: Tensor, *, left: bool) -> tuple[Tensor, Tensor]:
+    """Flat position of each cell of the padded matrix, and the mask of cells that hold a token."""
+    width = int(lens.max())
+    columns = torch.arange(width).unsqueeze(0)
+    if left:
+        columns = columns - (width - lens).unsqueeze(1)
+    mask = (columns >= 0) & (columns < lens.unsqueeze(1))
+    return starts.unsqueeze(1) + columns.clamp(min=0).minimum(lens.unsqueeze(1) - 1), mask
+
+
+def mini_batches(group_N: Tensor, count: int, seed: int, epoch: int) -> list[list[int]]:
+    """Rows of each mini-batch: whole groups, shuffled by (seed, epoch), in `count` parts of as equal size as possible.
+
+    Fewer parts when there are fewer groups; each part's rows are in ascending order.
+    """
+    num_groups = int(group_N.max()) + 1
+    digest = hashlib.sha256(f"mini-batches/{seed}/{epoch}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    order_K = torch.randperm(num_groups, generator=generator)
+    parts = order_K.tensor_split(min(count, num_groups))
+    return [torch.isin(group_N.long(), part).nonzero().squeeze(1).tolist() for part in parts]

@@ -1,0 +1,207 @@
+"""Draws responses from a policy: batched, with a key-value cache, temperature, top-p and stop tokens.
+
+The draw of token t of a response is a counter-based uniform of (seed, t), so a batch's responses depend on the weights,
+the prompts and seeds of the batch, and nothing that was sampled before.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from moe.config import SamplingConfig
+from moe.decoder import DecodingSession, PromptBatch, build_decoder
+
+_COMPACT_BELOW = 0.5
+"""Finished rows are dropped from the batch when at most this share of its rows is still being sampled."""
+
+
+class SamplingStopped(Exception):
+    """The `stop` callback asked to end the batch; nothing of it is returned."""
+
+
+@dataclass(frozen=True)
+class SampledResponse:
+    """One response. `response_ids` ends with the stop token when `finish_reason` is "stop"; one float32 log-probability
+    a token, under the distribution that the token was drawn from (after temperature and top-p)."""
+
+    response_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+class Sampler:
+    """Samples from `model`, on its device. Call `refresh` after its weights have changed."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer_eos_ids: tuple[int, ...], pad_id: int) -> None:
+        self._model = model
+        self._pad_id = pad_id
+        self._decoder = build_decoder(model)
+        self._stop_ids = frozenset(tokenizer_eos_ids)
+        self._is_stop_V = torch.zeros(model.config.get_text_config().vocab_size, dtype=torch.bool)
+        self._is_stop_V[list(tokenizer_eos_ids)] = True
+        self._is_stop_V = self._is_stop_V.to(model.device)
+
+    def refresh(self) -> None:
+        """Read the model's weights again."""
+        self._decoder.refresh()
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        cfg: SamplingConfig,
+        greedy: bool = False,
+        stop: Callable[[], bool] | None = None,
+    ) -> list[SampledResponse]:
+        """One response a prompt, in order. `seeds` are unsigned 64-bit, one a prompt.
+
+        Equal consecutive prompts (a group) are prefilled once. `greedy` takes the most likely token; its
+        log-probability is still the one under temperature and top-p. Raises SamplingStopped when `stop`, polled each
+        decode step, returns True, and ValueError for a prompt that is empty or too long and for weights that are not
+        finite.
+        """
+        if len(seeds) != len(prompts):
+            raise ValueError(f"seeds: {len(seeds)} for {len(prompts)} prompts; give one a prompt")
+        if not prompts:
+            return []
+        self._check_lengths(prompts, cfg)
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            session = self._decoder.open_session(self._group(prompts), cfg.max_new_tokens)
+            tokens_TB, logprobs_TB = self._decode(session, seeds, cfg, greedy, stop)
+        finally:
+            self._model.train(was_training)
+        return self._responses(tokens_TB, logprobs_TB)
+
+    def _check_lengths(self, prompts: Sequence[Sequence[int]], cfg: SamplingConfig) -> None:
+        shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+        if shortest == 0:
+            raise ValueError("prompt: a prompt has no tokens; give it at least one")
+        if longest > cfg.max_prompt_tokens:
+            raise ValueError(
+                f"sampling.max_prompt_tokens {cfg.max_prompt_tokens}: a prompt has {longest} tokens; "
+                "shorten it or raise the limit"
+            )
+        positions = self._model.config.get_text_config().max_position_embeddings
+        if longest + cfg.max_new_tokens > positions:
+            raise ValueError(
+                f"sampling.max_new_tokens {cfg.max_new_tokens}: with a prompt of {longest} tokens it exceeds the "
+                f"model's {positions} positions; lower it, shorten the prompt or raise model.max_position_embeddings"
+            )
+
+    def _group(self, prompts: Sequence[Sequence[int]]) -> PromptBatch:
+        distinct: list[Sequence[int]] = []
+        copies: list[int] = []
+        for prompt in prompts:
+            if distinct and list(prompt) == list(distinct[-1]):
+                copies[-1] += 1
+            else:
+                distinct.append(prompt)
+                copies.append(1)
+        longest = max(map(len, distinct))
+        padded = [[self._pad_id] * (longest - len(prompt)) + list(prompt) for prompt in distinct]
+        lengths_U = torch.tensor([len(prompt) for prompt in distinct])
+        valid_UP = torch.arange(longest) >= longest - lengths_U.unsqueeze(1)
+        device = self._model.device
+        return PromptBatch(
+            torch.tensor(padded, device=device), valid_UP.to(device), torch.tensor(copies, device=device)
+        )
+
+    def _decode(
+        self,
+        session: DecodingSession,
+        seeds: Sequence[int],
+        cfg: SamplingConfig,
+        greedy: bool,
+        stop: Callable[[], bool] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens (int64) and log-probabilities (float32), each (max_new_tokens, B); pad and 0 after the stop token."""
+        device, batch = session.logits_BV.device, len(seeds)
+        uniforms_TB = counter_uniforms(seeds, cfg.max_new_tokens).to(device)
+        tokens_TB = torch.full((cfg.max_new_tokens, batch), self._pad_id, device=device)
+        logprobs_TB = torch.zeros(cfg.max_new_tokens, batch, device=device)
+        rows = torch.arange(batch, device=device)
+        finished = torch.zeros(batch, dtype=torch.bool, device=device)
+        for t in range(cfg.max_new_tokens):
+            if stop is not None and stop():
+                raise SamplingStopped(f"sampling stopped after {t} of {cfg.max_new_tokens} tokens")
+            logprobs_BV = sampling_logprobs(session.logits_BV, cfg.temperature, cfg.top_p)
+            token_B1 = logprobs_BV.argmax(-1, keepdim=True) if greedy else _draw(logprobs_BV, uniforms_TB[t])
+            tokens_B = token_B1.squeeze(1)
+            tokens_TB[t].index_copy_(0, rows, tokens_B)
+            logprobs_TB[t].index_copy_(0, rows, logprobs_BV.gather(1, token_B1).squeeze(1))
+            finished |= self._is_stop_V.index_select(0, tokens_B)
+            num_live = len(rows) - int(finished.sum())
+            if num_live == 0 or t + 1 == cfg.max_new_tokens:
+                break
+            if num_live <= _COMPACT_BELOW * len(rows):
+                live = (~finished).nonzero().squeeze(1)
+                session.keep(live)
+                rows, tokens_B, finished = rows[live], tokens_B[live], finished[live]
+                uniforms_TB = uniforms_TB.index_select(1, live)
+            session.step(tokens_B)
+        return tokens_TB, logprobs_TB
+
+    def _responses(self, tokens_TB: Tensor, logprobs_TB: Tensor) -> list[SampledResponse]:
+        if not bool(torch.isfinite(logprobs_TB).all()):
+            raise ValueError(
+                "model: log-probabilities are not finite; the weights diverged, use an earlier policy version"
+            )
+        rows = zip(tokens_TB.t().tolist(), logprobs_TB.t().tolist(), strict=True)
+        return [_cut(tokens, logprobs, self._stop_ids) for tokens, logprobs in rows]
+
+
+def _cut(tokens: list[int], logprobs: list[float], stop_ids: frozenset[int]) -> SampledResponse:
+    length = next((index + 1 for index, token in enumerate(tokens) if token in stop_ids), None)
+    reason: Literal["stop", "length"] = "length" if length is None else "stop"
+    return SampledResponse(tokens[:length], logprobs[:length], reason)
+
+
+def sampling_logprobs(logits_BV: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Float32 log-probabilities of the distribution that is sampled: log-softmax of logits / temperature, restricted to
+    the smallest set of most likely tokens whose probability reaches `top_p`, and renormalised (Holtzman et al. 2020,
+    "The Curious Case of Neural Text Degeneration", section 3.1). Tokens outside the set are -inf."""
+    scaled = logits_BV if temperature == 1.0 else logits_BV / temperature
+    logprobs = torch.log_softmax(scaled, -1)
+    if top_p >= 1.0:
+        return logprobs
+    ordered, order = logprobs.sort(-1, descending=True)
+    probs = ordered.exp()
+    is_outside_ordered = probs.cumsum(-1) - probs >= top_p
+    outside = torch.empty_like(is_outside_ordered).scatter_(1, order, is_outside_ordered)
+    return torch.log_softmax(logprobs.masked_fill(outside, float("-inf")), -1)
+
+
+def _draw(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """Inverse of the cumulative distribution at the uniforms: int64 (B, 1). A token of probability 0 is never drawn."""
+    cumulative = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
+    targets = uniforms_B.unsqueeze(1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, targets, right=True).clamp_(max=logprobs_BV.shape[1] - 1)
+
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def counter_uniforms(seeds: Sequence[int], count: int) -> Tensor:
+    """Uniforms in [0, 1), float64 (count, len(seeds)): element (t, b) is number t of the splitmix64 stream that starts
+    at `seeds[b]` (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), its top 52 bits."""
+    signed = [seed - 2**64 if seed >= 2**63 else seed for seed in seeds]
+    counters_T1 = torch.arange(1, count + 1, dtype=torch.int64).unsqueeze(1)
+    z = torch.tensor(signed, dtype=torch.int64) + counters_T1 * _GOLDEN
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    z = z ^ _shift_right(z, 31)
+    return _shift_right(z, 12).double() * 2.0**-52
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    """Logical shift of int64: torch shifts the sign in."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,72 @@
+"""Character-level tokenizers for models built from scratch, and text to token ids for any tokenizer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<pad>", "<bos>", "<eos>"
+
+
+def build_char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """One token a character: pad 0, bos 1, eos 2, then the distinct characters of `alphabet` in sorted order.
+
+    It saves and reloads as a plain `PreTrainedTokenizerFast`. Raises ValueError for an empty alphabet.
+    """
+    if not alphabet:
+        raise ValueError("tokenizer alphabet is empty: give at least one character")
+    tokens = [PAD_TOKEN, BOS_TOKEN, EOS_TOKEN, *sorted(set(alphabet))]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(models.WordLevel(vocabulary))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS_TOKEN} $A", special_tokens=[(BOS_TOKEN, vocabulary[BOS_TOKEN])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD_TOKEN,
+        bos_token=BOS_TOKEN,
+        eos_token=EOS_TOKEN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder, of this or any other kind. Raises ValueError when there is none."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except OSError as error:
+        raise ValueError(f"tokenizer of {folder}: {str(error).splitlines()[0]}") from error
+    return tokenizer
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a prompt: bos and one id a character for a character tokenizer, `tokenizer(text)` for any other.
+
+    Text that spells a special token (such as "<eos>") stays characters under a character tokenizer. Raises ValueError
+    naming the first character that a character tokenizer does not know.
+    """
+    if not is_character_tokenizer(tokenizer):
+        return list(tokenizer(text)["input_ids"])
+    vocabulary = tokenizer.get_vocab()
+    unknown = next((character for character in text if character not in vocabulary), None)
+    if unknown is not None:
+        raise ValueError(f"prompt {text!r}: character {unknown!r} is not in the tokenizer's alphabet; add it")
+    return [tokenizer.bos_token_id, *(vocabulary[character] for character in text)]
+
+
+def decode_response(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Text of a response up to, and without, its first end-of-sequence token; special tokens are left out."""
+    response = list(ids)
+    if tokenizer.eos_token_id in response:
+        response = response[: response.index(tokenizer.eos_token_id)]
+    return str(tokenizer.decode(response, skip_special_tokens=True))
+
+
+def is_character_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether `tokenizer` came from `build_char_tokenizer`, also after it was saved and loaded again."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend is not None and isinstance(backend.model, models.WordLevel) and backend.decoder is not None

@@ -1,0 +1,178 @@
+"""The run's configuration: one TOML file, read into frozen dataclasses without loading torch.
+
+Unknown keys and wrong types are refused with the dotted path and the nearest valid name (`steps.config_loader`).
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from moe.config import (
+    Fraction,
+    LossConfig,
+    ModelConfig,
+    MoeConfig,
+    NonNegative,
+    NonNegativeFloat,
+    OptimizerConfig,
+    Positive,
+    PositiveFloat,
+    SamplingConfig,
+    UpdateConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    """Where prompts come from and how an answer is verified."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    kind: Literal["reverse_digits", "sort_digits", "two_digit_addition", "reasoning_gym", "jsonl"] = "reverse_digits"
+    digits: Annotated[int, Field(ge=1, le=12)] = 6
+    """Length of the digit string (reverse_digits, sort_digits)."""
+    reasoning_gym_task: str = ""
+    """Name of a reasoning-gym task, for example spell_backward."""
+    reasoning_gym_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that task, for example {max_word_len = 4}."""
+    train_path: str = ""
+    """JSONL file with `prompt`, `answer`, optional `id` and `meta` (kind jsonl)."""
+    heldout_path: str = ""
+    """JSONL file of held-out rows; empty: the last `heldout_size` rows of a seeded shuffle of train_path."""
+    verifier: str = "exact"
+    """exact, numeric, math_verify, regex, per_position, reasoning_gym, or package.module:function."""
+    train_size: Positive = 20000
+    """Prompts to generate for training (procedural and reasoning-gym tasks)."""
+    heldout_size: Positive = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmupConfig:
+    """How policy version 0 comes to be."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    start: str = "random"
+    """`random`, or the path or s3:// URI of a Hugging Face checkpoint folder."""
+    max_steps: NonNegative = 0
+    """Supervised steps at most on the task's answers; 0: none."""
+    stop_reward: Fraction = 0.3
+    """Stop as soon as the held-out greedy reward reaches this."""
+    check_every: Positive = 5
+    batch_size: Positive = 128
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-3, warmup_steps=20, weight_decay=0.01)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """Sampling of one iteration's experience."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    engine: Literal["torch"] = "torch"
+    workers: Positive = 2
+    prompts_per_iteration: Positive = 64
+    group_size: Annotated[int, Field(ge=2)] = 16
+    prompts_per_unit: Positive = 16
+    """Prompts of one lease, decoded as one batch."""
+    lease_s: PositiveFloat = 60.0
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    drain_budget_s: NonNegativeFloat = 60.0
+    """On an interruption, a unit that should end within this is finished; otherwise its lease is returned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardConfig:
+    """Scoring of samples."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    workers: Positive = 1
+    timeout_s: PositiveFloat = 10.0
+    """Wall time for one sample; beyond it the reward status is `timeout`."""
+    lease_s: PositiveFloat = 60.0
+    shuffle: bool = False
+    """Permute rewards among samples: a control that must not learn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferConfig:
+    """Selection of experience for training."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    max_staleness: NonNegative = 1
+    """Policy versions between sampling and training; older groups are dropped with the reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """The policy update."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    keep_checkpoints: Positive = 2
+    """Trainer states kept besides that of version 0; older ones are deleted after a publication."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateConfig:
+    """When an update counts as validated."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    min_reward: Fraction = 0.0
+    max_regression: Fraction = 0.1
+    """Held-out reward may fall by at most this below the last validated version."""
+    on_reject: Literal["continue", "rollback"] = "continue"
+    """rollback: the next iteration samples from and trains the last validated version."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateConfig:
+    """Held-out greedy evaluation."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    max_prompts: Positive = 256
+    gate: GateConfig = field(default_factory=GateConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackingConfig:
+    """MLflow mirror."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    experiment: str = "argo-moe-rl"
+    budget_s: PositiveFloat = 3.0
+    """Longest time that a step may spend on the tracking server; what is left stays in the spool."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Everything that decides what a run computes."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,28}[a-z0-9]$")] = "reverse-digits"
+    """Prefix of the run's id."""
+    description: str = ""
+    seed: NonNegative = 0
+    iterations: Positive = 20
+    task: TaskConfig = field(default_factory=TaskConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)

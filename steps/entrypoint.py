@@ -1,0 +1,160 @@
+"""The frame around every step: environment, ledger entry, SIGTERM, one-line errors, exit codes, outputs, progress.
+
+A step module parses its options (`steps.arguments`) and hands its body to `execute`, which opens the services.
+"""
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from steps import paths
+from steps.adapters import ledger
+from steps.adapters.database import Database, open_database
+from steps.adapters.store import Store, open_store
+from steps.config import RunConfig
+from steps.config_loader import config_from_json
+from steps.environment import StepEnvironment, package_versions, read_environment
+from steps.errors import StepError
+from steps.interruption import Interruption
+
+TERMINATION_LOG = Path("/dev/termination-log")
+"""Kubernetes makes this file; what is in it becomes the container's termination message."""
+
+
+@dataclass(kw_only=True)
+class StepContext:
+    """What a step's body may use. `metrics` ends up in the attempt's ledger entry."""
+
+    step: str
+    run_id: str
+    environment: StepEnvironment
+    database: Database
+    store: Store
+    interruption: Interruption
+    metrics: dict[str, Any]
+
+    @cached_property
+    def config(self) -> RunConfig:
+        return config_from_json(self.store.get_bytes(paths.config_key(self.run_id)).decode())
+
+    @cached_property
+    def config_hash(self) -> str:
+        return ledger.get_run(self.database, self.run_id).config_hash
+
+    def output(self, name: str, value: object) -> None:
+        """Write one output parameter (or artifact text) where Argo's valueFrom.path points."""
+        folder = self.environment.outputs_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{name}.partial"
+        partial.write_text(str(value))
+        partial.replace(folder / name)
+
+    def progress(self, done: int, total: int) -> None:
+        """Report `done/total` to Argo; total is at least 1."""
+        if self.environment.progress_file is not None:
+            with self.environment.progress_file.open("a") as file:
+                file.write(f"{done}/{max(total, 1)}\n")
+
+    def say(self, message: str) -> None:
+        """One line of log."""
+        print(f"{time.strftime('%H:%M:%S')} {self.step}: {message}", flush=True)
+
+
+def execute(
+    step: str,
+    body: Callable[[StepContext], None],
+    *,
+    run_id: str,
+    iteration: int | None = None,
+    worker: int | None = None,
+    prepare: Callable[[StepEnvironment], None] | None = None,
+) -> NoReturn:
+    """Run `body` as one attempt of `step` and exit the process with its code.
+
+    `prepare` runs before the ledger is opened (init_run migrates the database there).
+    """
+    interruption = Interruption()
+    interruption.install()
+    try:
+        paths.validate_run_id(run_id)
+        environment = read_environment()
+        if prepare is not None:
+            prepare(environment)
+        database = open_database(environment.database_url)
+        context = StepContext(
+            step=step,
+            run_id=run_id,
+            environment=environment,
+            database=database,
+            store=open_store(environment.store_uri),
+            interruption=interruption,
+            metrics={},
+        )
+        attempt_id = ledger.begin_attempt(
+            database,
+            run_id=run_id,
+            iteration=iteration,
+            step=step,
+            worker=None if worker is None else str(worker),
+            pod=environment.pod,
+            node=environment.node,
+            capacity_type=environment.capacity_type,
+            provenance_json=_provenance(environment),
+        )
+        code, detail = _run_body(body, context)
+        _close_attempt(context, attempt_id, code, detail)
+    except StepError as error:
+        code = error.exit_code
+        _explain(step, error)
+    raise SystemExit(code)
+
+
+def _explain(step: str, error: StepError) -> None:
+    """One line for people: on stderr, and in a pod where Argo shows it as the node's message."""
+    line = f"{step}: {error}"
+    print(line, file=sys.stderr, flush=True)
+    if TERMINATION_LOG.exists():
+        TERMINATION_LOG.write_text(line)
+
+
+def _provenance(environment: StepEnvironment) -> str:
+    """What this attempt ran on, for the ledger."""
+    return json.dumps(
+        {"versions": package_versions(), "workflow": environment.workflow, "retry": environment.attempt}, sort_keys=True
+    )
+
+
+def _run_body(body: Callable[[StepContext], None], context: StepContext) -> tuple[int, str]:
+    """Run the body; its exit code and the line that explains a failure."""
+    try:
+        body(context)
+    except StepError as error:
+        _explain(context.step, error)
+        return error.exit_code, str(error)
+    except Exception as error:  # a bug: it keeps its traceback, and the ledger learns that the attempt failed
+        traceback.print_exc()
+        return 1, f"{type(error).__name__}: {error}"
+    return 0, ""
+
+
+def _close_attempt(context: StepContext, attempt_id: int, code: int, detail: str) -> None:
+    """Write the attempt's end. A database that is away must not hide why the body failed."""
+    try:
+        if context.interruption.requested:
+            ledger.record_interruption(context.database, attempt_id, context.interruption.reason or "")
+        ledger.end_attempt(
+            context.database,
+            attempt_id,
+            exit_code=code,
+            detail=detail,
+            metrics_json=json.dumps(context.metrics, sort_keys=True),
+        )
+    except StepError:
+        if code == 0:
+            raise

@@ -1,0 +1,158 @@
+"""Policies as others see them: publish one, load one into an engine, score one on held-out prompts, judge it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from moe.publication import save_publication, weights_sha256
+from steps import paths
+from steps.adapters import ledger
+from steps.adapters.engines.base import Engine
+from steps.adapters.engines.torch_engine import TorchEngine
+from steps.adapters.publications import fetch_folder, move_pointer, upload_folder
+from steps.config import GateConfig, RunConfig
+from steps.entrypoint import StepContext
+from steps.records import Evaluation, Prompt, Publication
+from steps.tasks.catalog import load_verifier
+from steps.tasks.jsonl import dataset_from_jsonl
+from steps.tasks.scoring import score
+
+
+def load_engine(context: StepContext, policy_version: int) -> Engine:
+    """Fetch and verify the publication, and start the configured engine on it."""
+    return TorchEngine.load(fetch_publication(context, policy_version), policy_version)
+
+
+def fetch_publication(context: StepContext, policy_version: int) -> Path:
+    """Local folder with the verified files of one version (a read-through cache)."""
+    prefix = paths.publication_prefix(context.run_id, policy_version)
+    return fetch_folder(context.store, prefix, context.environment.cache_dir)
+
+
+def publish_policy(
+    context: StepContext,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    version: int,
+    parent: int | None,
+    batch_sha256: str | None,
+) -> Publication:
+    """Write the publication (manifest last), record it, then move `latest` forward.
+
+    Nothing in the manifest depends on the attempt, so that a second attempt writes the same bytes and agrees with the
+    first one wherever that was killed.
+    """
+    prefix = paths.publication_prefix(context.run_id, version)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        save_publication(model, tokenizer, folder)
+        weights = weights_sha256(folder)
+        manifest = upload_folder(
+            context.store,
+            folder,
+            prefix,
+            {
+                "run": context.run_id,
+                "policy_version": version,
+                "parent_version": parent,
+                "batch_manifest_sha256": batch_sha256,
+                "config_hash": context.config_hash,
+                "weights_sha256": weights,
+            },
+        )
+    publication = Publication(
+        run_id=context.run_id,
+        policy_version=version,
+        parent_version=parent,
+        uri=context.store.uri_of(prefix),
+        manifest_sha256=manifest.sha256,
+        weights_sha256=weights,
+        size_bytes=manifest.size_bytes,
+    )
+    ledger.record_publication(context.database, publication)
+    point_to(context, paths.latest_key(context.run_id), publication)
+    return publication
+
+
+def point_to(context: StepContext, key: str, publication: Publication) -> None:
+    """Move a pointer (`latest`, `validated`) forward to this publication; a newer one is left alone."""
+    payload = {
+        "policy_version": publication.policy_version,
+        "uri": publication.uri,
+        "manifest_sha256": publication.manifest_sha256,
+    }
+    move_pointer(context.store, key, publication.policy_version, payload)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOutScore:
+    """Greedy score of a policy: the mean over prompts, where a verifier's failure counts as unsolved but is counted."""
+
+    reward_mean: float
+    num_prompts: int
+    failures: int
+    seconds: float
+
+
+def held_out_prompts(context: StepContext) -> list[Prompt]:
+    data = context.store.get_bytes(paths.dataset_key(context.run_id, "heldout"))
+    return dataset_from_jsonl(data).heldout[: context.config.evaluate.max_prompts]
+
+
+def score_held_out(engine: Engine, prompts: Sequence[Prompt], config: RunConfig) -> HeldOutScore:
+    """Answer every prompt greedily and verify the answers."""
+    started_s = time.perf_counter()
+    verifier = load_verifier(config.task)
+    rows = [engine.encode(prompt.text) for prompt in prompts]
+    responses = engine.sample(rows, [0] * len(rows), config.rollout.sampling, greedy=True)
+    total, failures = 0.0, 0
+    for prompt, response in zip(prompts, responses, strict=True):
+        status, value, _ = score(verifier, prompt, engine.decode(response.response_ids), config.reward.timeout_s)
+        total += value or 0.0
+        failures += status != "ok"
+    return HeldOutScore(
+        reward_mean=total / len(prompts),
+        num_prompts=len(prompts),
+        failures=failures,
+        seconds=time.perf_counter() - started_s,
+    )
+
+
+def judge(gate: GateConfig, reward: float, last_validated_reward: float | None) -> tuple[bool, str]:
+    """The gate's verdict and its reason."""
+    if reward < gate.min_reward:
+        return False, f"held-out reward {reward:.4f} is below min_reward {gate.min_reward}"
+    if last_validated_reward is not None and reward < last_validated_reward - gate.max_regression:
+        return False, f"held-out reward fell from {last_validated_reward:.4f} to {reward:.4f}"
+    return True, f"held-out reward {reward:.4f}"
+
+
+def evaluate_policy(context: StepContext, publication: Publication) -> Evaluation:
+    """Score one publication, record the verdict, move `validated` when it passed. A stored verdict stands."""
+    verdicts = {row.policy_version: row for row in ledger.list_evaluations(context.database, context.run_id)}
+    stored = verdicts.get(publication.policy_version)
+    if stored is None:
+        engine = load_engine(context, publication.policy_version)
+        held_out = score_held_out(engine, held_out_prompts(context), context.config)
+        context.metrics.update(prompts=held_out.num_prompts, failures=held_out.failures, seconds=held_out.seconds)
+        passed = [row.reward_eval for _, row in sorted(verdicts.items()) if row.validated]
+        validated, reason = judge(context.config.evaluate.gate, held_out.reward_mean, passed[-1] if passed else None)
+        stored = ledger.record_evaluation(
+            context.database,
+            Evaluation(
+                run_id=context.run_id,
+                policy_version=publication.policy_version,
+                reward_eval=held_out.reward_mean,
+                num_prompts=held_out.num_prompts,
+                validated=validated,
+                reason=reason,
+            ),
+        )
+    if stored.validated:
+        point_to(context, paths.validated_key(context.run_id), publication)
+    return stored

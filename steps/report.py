@@ -1,0 +1,106 @@
+"""Write the report of an iteration, or of the run when no iteration is given: JSON and a static HTML page in the store.
+
+The tracking server gets what is new, within `tracking.budget_s`; what it can't take stays in the spool and is sent by a
+later report. A dead tracking server never fails this step.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from steps import paths
+from steps.adapters import ledger
+from steps.adapters.spool import Event
+from steps.adapters.tracking import Tracker
+from steps.arguments import positive_int, step_parser
+from steps.entrypoint import StepContext, execute
+from steps.errors import DataError
+from steps.report_html import render_iteration_html, render_run_html
+from steps.reporting import build_run_report
+from steps.tracking_events import final_events, iteration_events, run_events
+
+
+def report_iteration(context: StepContext, iteration: int) -> None:
+    report = build_run_report(context.database, context.run_id)
+    row = next((row for row in report["iterations"] if row["iteration"] == iteration), None)
+    if row is None or row["reward_eval"] is None:
+        raise DataError(f"iteration {iteration} is not evaluated yet; run evaluate first")
+    html = render_iteration_html(report, iteration)
+    _store(context, paths.iteration_report_key(context.run_id, iteration, "json"), json.dumps(row, indent=1))
+    _store(context, paths.iteration_report_key(context.run_id, iteration, "html"), html)
+    _store_run_page(context, report)
+    metrics = ledger.get_iteration_metrics(context.database, context.run_id, iteration)
+    publication = ledger.get_publication(context.database, context.run_id, iteration)
+    events = iteration_events(
+        row,
+        metrics.get("train", {}).get("metrics", {}),
+        run_id=context.run_id,
+        publication_uri=publication.uri,
+        html=html,
+    )
+    _track(context, [("00000-run", run_events(report)), (f"{iteration:05d}-iteration", events)])
+    verdict = "validated" if row["validated"] else "rejected"
+    _say_summary(context, f"iteration {iteration}: held-out reward {row['reward_eval']:.3f}, {verdict}", html)
+
+
+def report_run(context: StepContext) -> None:
+    report = build_run_report(context.database, context.run_id)
+    html = _store_run_page(context, report)
+    _track(context, [(f"{len(report['iterations']):05d}-run-end", final_events(report, html))])
+    validated = sum(row["validated"] is True for row in report["iterations"])
+    last = (report["iterations"] or [report["initial"]])[-1]
+    _say_summary(
+        context,
+        f"{len(report['iterations'])} iterations, {validated} validated, held-out reward {last['reward_eval']:.3f}",
+        html,
+    )
+
+
+def _store_run_page(context: StepContext, report: dict[str, Any]) -> str:
+    html = render_run_html(report)
+    _store(context, paths.run_report_key(context.run_id, "json"), json.dumps(report, indent=1))
+    _store(context, paths.run_report_key(context.run_id, "html"), html)
+    return html
+
+
+def _store(context: StepContext, key: str, text: str) -> None:
+    context.store.put_bytes(key, text.encode())
+
+
+def _track(context: StepContext, records: Sequence[tuple[str, Sequence[Event]]]) -> None:
+    settings = context.config.tracking
+    tracker = Tracker(
+        context.store, context.run_id, settings.experiment, settings.budget_s, context.environment.tracking_uri
+    )
+    for name, events in records:
+        tracker.record(name, events)
+    result = tracker.forward()
+    context.metrics.update(tracking_sent=result.sent, tracking_pending=result.pending)
+    if result.pending:
+        context.say(f"tracking: {result.pending} records wait in the spool ({result.reason})")
+    if result.run_url:
+        context.say(f"tracking: {result.run_url}")
+
+
+def _say_summary(context: StepContext, summary: str, html: str) -> None:
+    context.say(summary)
+    context.output("report.html", html)
+    context.output("summary", summary)
+
+
+def main() -> None:
+    parser = step_parser("report", __doc__, iteration=False)
+    parser.add_argument("--iteration", type=positive_int, help="policy iteration, counted from 1; without it: the run")
+    arguments = parser.parse_args()
+
+    def body(context: StepContext) -> None:
+        if arguments.iteration is None:
+            report_run(context)
+        else:
+            report_iteration(context, arguments.iteration)
+
+    execute("report", body, run_id=arguments.run, iteration=arguments.iteration)
+
+
+if __name__ == "__main__":
+    main()

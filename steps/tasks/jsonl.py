@@ -1,0 +1,248 @@
+"""The user's rows, and the frozen copy of a data set: one JSON object a line, UTF-8."""
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from steps.config import TaskConfig
+from steps.errors import DataError
+from steps.records import Prompt
+from steps.tasks.dataset import PRINTABLE_ASCII, Dataset, make_dataset, make_prompt
+from steps.tasks.verifiers import answer_problem
+
+_KEYS = ("prompt", "answer", "id", "meta")
+_BOM = b"\xef\xbb\xbf"
+
+
+class _BadRow(Exception):
+    """What is wrong with one line; the reader adds file and line."""
+
+
+def build_jsonl(task: TaskConfig, seed: int) -> Dataset:
+    """The rows of `train_path`, shuffled by the seed; held out are those of `heldout_path`, or the last
+    `heldout_size` of the shuffle.
+
+    Raises:
+        DataError: a row is wrong, a prompt is in both files, or there are too few rows.
+    """
+    rows = _read(task.train_path, task.verifier)
+    lines = {prompt.text: line for line, prompt in rows}
+    train = [prompt for _, prompt in rows]
+    random.Random(f"jsonl/{seed}").shuffle(train)
+    if task.heldout_path:
+        heldout = _read_heldout(task, lines)
+    else:
+        if len(train) <= task.heldout_size:
+            raise DataError(
+                f"{task.train_path}: {len(train)} rows, of which task.heldout_size = {task.heldout_size} are held out, "
+                "leave none to train on (add rows, lower task.heldout_size or give task.heldout_path)"
+            )
+        train, heldout = train[: -task.heldout_size], train[-task.heldout_size :]
+    return make_dataset(train, heldout, PRINTABLE_ASCII if task.verifier == "regex" else "")
+
+
+def _read_heldout(task: TaskConfig, train_lines: dict[str, int]) -> list[Prompt]:
+    rows = _read(task.heldout_path, task.verifier)
+    for line, prompt in rows:
+        if prompt.text in train_lines:
+            raise DataError(
+                f"{task.heldout_path}:{line}: this prompt is also in {task.train_path}:{train_lines[prompt.text]} "
+                "(remove one: held-out prompts must not be trained on)"
+            )
+    return [prompt for _, prompt in rows]
+
+
+def read_rows(path: str | Path, verifier: str = "exact") -> list[Prompt]:
+    """Read `prompt`, `answer` and optional `id`, `meta` of every line; an id is kept as meta["id"]. Blank lines are
+    skipped; `verifier` names the one that must be able to use the answers.
+
+    Raises:
+        DataError: `FILE:LINE: reason (what to do)` for the first line that is wrong.
+    """
+    return [prompt for _, prompt in _read(path, verifier)]
+
+
+def _read(path: str | Path, verifier: str) -> list[tuple[int, Prompt]]:
+    rows: list[tuple[int, Prompt]] = []
+    line_of_text: dict[str, int] = {}
+    line_of_id: dict[str, int] = {}
+    for line, raw in _lines(path):
+        try:
+            prompt = _prompt(_parse(raw), verifier)
+            _refuse_duplicate(line_of_text, prompt.text, line, "prompt")
+            if "id" in prompt.meta:
+                _refuse_duplicate(line_of_id, str(prompt.meta["id"]), line, "id")
+        except _BadRow as error:
+            raise DataError(f"{path}:{line}: {error}") from error
+        rows.append((line, prompt))
+    if not rows:
+        raise DataError(f"{path}: no rows (write one JSON object with prompt and answer a line)")
+    return rows
+
+
+def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines that are not blank, without the byte order mark that some editors write."""
+    try:
+        with open(path, "rb") as file:
+            for line, raw in enumerate(file, start=1):
+                if line == 1:
+                    raw = raw.removeprefix(_BOM)
+                if raw.strip():
+                    yield line, raw
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file (check the path in the configuration)") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: can't be read: {reason} (give a readable JSONL file)") from error
+
+
+def _refuse_duplicate(seen: dict[str, int], value: str, line: int, what: str) -> None:
+    first = seen.setdefault(value, line)
+    if first != line:
+        raise _BadRow(f"the {what} {_shown(value)} is already on line {first} (keep one of the two)")
+
+
+def _prompt(row: dict[str, Any], verifier: str) -> Prompt:
+    for key in row:
+        if key not in _KEYS:
+            raise _BadRow(
+                f"unknown key {_shown(key)} (known are prompt, answer, id and meta; other data goes into meta)"
+            )
+    text, answer = _text(row, "prompt"), _text(row, "answer")
+    problem = answer_problem(verifier, answer)
+    if problem:
+        raise _BadRow(f"{problem} (correct it, or choose another task.verifier)")
+    return make_prompt(text, answer, _meta(row))
+
+
+def _text(row: dict[str, Any], key: str) -> str:
+    if key not in row:
+        raise _BadRow(f"{key} is missing (every row needs prompt and answer)")
+    value = row[key]
+    if not isinstance(value, str):
+        raise _BadRow(f"{key} is {_json_type(value)}, not a string (put it in quotes)")
+    if not value.strip():
+        raise _BadRow(f"{key} is empty (write it, or remove the row)")
+    return value
+
+
+def _meta(row: dict[str, Any]) -> dict[str, Any]:
+    meta = row.get("meta", {})
+    if not isinstance(meta, dict):
+        raise _BadRow(f"meta is {_json_type(meta)}, not an object (write {{...}} or leave it out)")
+    if "id" not in row:
+        return meta
+    identifier = row["id"]
+    if isinstance(identifier, bool) or not isinstance(identifier, str | int) or identifier == "":
+        raise _BadRow(f"id is {_json_type(identifier)}, not a string or an integer (correct it or leave it out)")
+    if "id" in meta:
+        raise _BadRow("id is given twice, in the row and in meta (keep one)")
+    return {**meta, "id": identifier}
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise _BadRow(f"byte {error.start + 1} of the line is not UTF-8 (save the file as UTF-8)") from error
+    try:
+        row = json.loads(text, parse_constant=_refuse_constant, parse_float=_float, object_pairs_hook=_object)
+        if b"\\u" in raw:
+            _refuse_unstorable(row)
+    except json.JSONDecodeError as error:
+        raise _BadRow(f"not JSON: {error.msg} at column {error.colno} (write one JSON object a line)") from error
+    except RecursionError as error:
+        raise _BadRow("nested too deeply (flatten it)") from error
+    except ValueError as error:
+        raise _BadRow(f"not usable JSON: {error} (shorten the number)") from error
+    if not isinstance(row, dict):
+        raise _BadRow(f"{_json_type(row)}, not an object (write {{...}} with prompt and answer)")
+    return row
+
+
+def _refuse_constant(name: str) -> float:
+    raise _BadRow(f"{name} is not JSON (write null, or leave it out)")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise _BadRow(f"{text[:40]} is too large for a number (write it as a string)")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in names if names.count(key) > 1)
+        raise _BadRow(f"the key {_shown(twice)} is there twice (keep one)")
+    return result
+
+
+def _refuse_unstorable(row: object) -> None:
+    """Escapes can spell a lone surrogate, which is no character, or NUL, which PostgreSQL can't store."""
+    text = json.dumps(row, ensure_ascii=False)
+    if "\\u0000" in text.replace("\\\\", ""):
+        raise _BadRow("it holds the character U+0000 (remove it)")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _BadRow("it holds half of a surrogate pair (write the character itself)") from error
+
+
+def _json_type(value: object) -> str:
+    names: list[tuple[type, str]] = [(bool, "a boolean"), (int, "a number"), (float, "a number"), (str, "a string")]
+    names += [(list, "an array"), (dict, "an object")]
+    return next((name for kind, name in names if isinstance(value, kind)), "null")
+
+
+def _shown(text: str) -> str:
+    return json.dumps(text if len(text) <= 40 else text[:37] + "...")
+
+
+def dataset_to_jsonl(dataset: Dataset) -> bytes:
+    """The frozen copy: a header with the alphabet and the counts, then training and held-out prompts in order."""
+    header = {"alphabet": dataset.alphabet, "train": len(dataset.train), "heldout": len(dataset.heldout)}
+    rows = [header, *map(_row, dataset.train), *map(_row, dataset.heldout)]
+    return "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows).encode()
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    return {"uid": prompt.uid, "prompt": prompt.text, "answer": prompt.answer, "meta": prompt.meta}
+
+
+def dataset_from_jsonl(data: bytes) -> Dataset:
+    """Read back what `dataset_to_jsonl` wrote.
+
+    Raises:
+        DataError: the copy is not what it says: cut short, changed, or not such a copy.
+    """
+    lines = data.split(b"\n")
+    header = _frozen(lines[0], 1, {"alphabet": str, "train": int, "heldout": int})
+    counts = header["train"], header["heldout"]
+    if min(counts) < 0 or len(lines) != sum(counts) + 2 or lines[-1]:
+        raise DataError("frozen data set: its number of rows is not the one in its header (restore the file)")
+    row_types: dict[str, type] = {"uid": str, "prompt": str, "answer": str, "meta": dict}
+    prompts = [_frozen_prompt(_frozen(raw, n, row_types), n) for n, raw in enumerate(lines[1:-1], start=2)]
+    return Dataset(train=prompts[: counts[0]], heldout=prompts[counts[0] :], alphabet=header["alphabet"])
+
+
+def _frozen_prompt(row: dict[str, Any], line: int) -> Prompt:
+    prompt = make_prompt(row["prompt"], row["answer"], row["meta"])
+    if prompt.uid != row["uid"]:
+        raise DataError(f"frozen data set, line {line}: uid does not match its content (restore the file)")
+    return prompt
+
+
+def _frozen(raw: bytes, line: int, types: dict[str, type]) -> dict[str, Any]:
+    try:
+        row = _parse(raw)
+    except _BadRow as error:
+        raise DataError(f"frozen data set, line {line}: {error}") from error
+    if set(row) != set(types) or any(type(row[key]) is not kind for key, kind in types.items()):
+        raise DataError(f"frozen data set, line {line}: not a row of a data set (restore the file)")
+    return row

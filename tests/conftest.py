@@ -1,0 +1,7 @@
+"""Fixtures shared by all tests: the real servers, and one torch thread a process."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+pytest_plugins = ["tests.fixtures_s3", "tests.fixtures_postgres", "tests.fixtures_steps"]

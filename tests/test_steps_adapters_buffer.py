@@ -1,0 +1,405 @@
+"""steps/adapters/buffer.py, on SQLite and on PostgreSQL."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from steps.adapters.buffer import (
+    batch_samples,
+    complete_reward,
+    complete_rollout,
+    finish_batch,
+    get_batch,
+    select_batch,
+    unit_samples,
+)
+from steps.adapters.database import Database
+from steps.adapters.leases import list_units, outstanding
+from steps.adapters.ledger import drop_prompts, list_draws
+from steps.errors import DataError
+from steps.records import Reward, RewardStatus
+from tests.experience import (
+    commit_samples_and_die,
+    complete_lease,
+    complete_next_reward,
+    complete_next_rollout,
+    die_in_reward,
+    die_in_rollout,
+    die_in_selection,
+    in_processes,
+    make_reward,
+    make_sample,
+    plan,
+    roll_out,
+    run_until_killed,
+    select_with_staleness,
+    take,
+)
+
+
+def fates(db: Database, iteration: int = 1, run_id: str = "run-1") -> dict[str, str]:
+    """What came of each prompt: its status, or the first words of the reason why it was dropped."""
+    draws = list_draws(db, run_id, iteration)
+    return {draw.prompt_uid: (draw.drop_reason or draw.status).split(":")[0] for draw in draws}
+
+
+def test_samples_come_back_as_they_were(db: Database) -> None:
+    plan(db, [["b", "a"]])
+    lease = take(db, "rollout")
+    odd = replace(
+        make_sample("a", 1, (3, 3, 4, 3)),
+        seed=2**63,
+        response_text="中文 🙂\n\t'\"%s",
+        logprobs_T=(0.0, -1e-45, float("-inf"), -3.4028234663852886e38),
+        finish_reason="length",
+        prompt_ids=(),
+    )
+    plain = replace(make_sample("a", 0), prompt_ids=())
+    drawn = [make_sample("b", 0), odd, plain]
+    assert complete_rollout(db, lease, drawn)
+    stored = unit_samples(db, "run-1", 1, ["a", "b"])
+    assert [(sample.prompt_uid, sample.sample_index) for sample in stored] == [("a", 0), ("a", 1), ("b", 0)]
+    assert stored[0] == plain
+    assert replace(stored[1], logprobs_T=odd.logprobs_T) == odd
+    assert stored[1].logprobs_T == pytest.approx(odd.logprobs_T, abs=1e-44)
+    assert unit_samples(db, "run-1", 1, ["b"]) == [make_sample("b", 0)]
+    assert unit_samples(db, "run-1", 1, []) == []
+
+
+def test_a_completed_rollout_unit_creates_its_reward_unit(db: Database) -> None:
+    plan(db, [["a"], ["c", "b"]])
+    first, second = take(db, "rollout"), take(db, "rollout")
+    assert complete_rollout(db, second, roll_out(second))
+    assert [(unit.kind, unit.unit, unit.state) for unit in list_units(db, "run-1", 1)] == [
+        ("rollout", 0, "leased"),
+        ("rollout", 1, "done"),
+        ("reward", 1, "pending"),
+    ]
+    assert take(db, "reward").unit.prompt_uids == ("c", "b")
+    assert complete_rollout(db, first, roll_out(first))
+
+
+def test_completing_twice_stores_once(db: Database) -> None:
+    plan(db, [["a"]])
+    lease = complete_next_rollout(db)
+    assert not complete_rollout(db, lease, roll_out(lease, (5,), group_size=3))
+    assert len(unit_samples(db, "run-1", 1, ["a"])) == 2
+    reward = complete_next_reward(db)
+    assert not complete_reward(db, reward, [make_reward("a", 0, "error"), make_reward("a", 1, "error")])
+    assert outstanding(db, "run-1", 1, "reward") == 0
+
+
+def test_processes_that_complete_one_unit_store_one_outcome(db: Database, database_url: str) -> None:
+    plan(db, [["a"]])
+    lease = take(db, "rollout")
+    results = in_processes(complete_lease, [(database_url, lease, version) for version in range(4)])
+    assert results.count(True) == 1
+    samples = unit_samples(db, "run-1", 1, ["a"])
+    assert {sample.versions_T for sample in samples} == {(results.index(True),)}
+    assert len(samples) == 2
+
+
+def test_a_late_owner_stores_nothing(db: Database) -> None:
+    plan(db, [["a"]])
+    late = take(db, "rollout", lease_s=0.0)
+    owner = take(db, "rollout")
+    assert not complete_rollout(db, late, roll_out(late, (9,)))
+    assert unit_samples(db, "run-1", 1, ["a"]) == []
+    assert complete_rollout(db, owner, roll_out(owner))
+
+    late_reward = take(db, "reward", lease_s=0.0)
+    take(db, "reward")
+    assert not complete_reward(db, late_reward, [make_reward("a", 0), make_reward("a", 1)])
+    with pytest.raises(DataError, match="none is fully scored"):
+        select_batch(db, "run-1", 1, 0, 0)
+
+
+@pytest.mark.parametrize("statement", ["INSERT INTO samples", "INSERT INTO work_units"])
+def test_a_worker_killed_inside_its_completion_leaves_nothing(db: Database, database_url: str, statement: str) -> None:
+    plan(db, [["a"]])
+    lease = take(db, "rollout")
+    run_until_killed(die_in_rollout, database_url, lease, statement)
+    assert unit_samples(db, "run-1", 1, ["a"]) == []
+    assert [(unit.kind, unit.state) for unit in list_units(db, "run-1", 1)] == [("rollout", "leased")]
+    assert complete_rollout(db, lease, roll_out(lease))
+
+
+def test_a_worker_killed_after_its_completion_loses_nothing(db: Database, database_url: str) -> None:
+    plan(db, [["a"]])
+    run_until_killed(commit_samples_and_die, database_url)
+    assert len(unit_samples(db, "run-1", 1, ["a"])) == 2
+    assert outstanding(db, "run-1", 1, "rollout") == 0
+
+
+def test_a_scorer_killed_inside_its_completion_loses_nothing(db: Database, database_url: str) -> None:
+    plan(db, [["a"]])
+    complete_next_rollout(db)
+    run_until_killed(die_in_reward, database_url, "INSERT INTO rewards")
+    assert outstanding(db, "run-1", 1, "reward") == 1
+    assert complete_next_reward(db).attempt == 2
+
+
+@pytest.mark.parametrize("statement", ["INSERT INTO batches", "UPDATE prompt_draws"])
+def test_a_selection_that_is_killed_leaves_nothing(db: Database, database_url: str, statement: str) -> None:
+    plan(db, [["a"], ["b"]])
+    for statuses in (("ok", "ok"), ("ok", "error")):
+        complete_next_rollout(db)
+        complete_next_reward(db, statuses)
+    run_until_killed(die_in_selection, database_url, statement)
+    assert fates(db) == {"a": "drawn", "b": "drawn"}
+    with pytest.raises(DataError, match="no batch is selected yet"):
+        get_batch(db, "run-1", 1)
+    assert select_batch(db, "run-1", 1, 0, 0).num_groups == 1
+
+
+def test_a_prompt_without_samples_is_recorded_as_dropped(db: Database) -> None:
+    plan(db, [["a", "long", "lost"], ["gone"]])
+    drop_prompts(db, "run-1", 1, {"long": "prompt too long: 300 tokens"})
+    lease = take(db, "rollout")
+    assert complete_rollout(db, lease, [make_sample("a", index) for index in range(2)])
+    assert complete_rollout(db, take(db, "rollout"), [])
+    assert fates(db) == {"a": "drawn", "long": "prompt too long", "lost": "no sample", "gone": "no sample"}
+    assert outstanding(db, "run-1", 1, "reward") == 1
+    assert take(db, "reward").unit.prompt_uids == ("a",)
+
+
+def test_wrong_samples_are_refused_and_leave_the_lease(db: Database) -> None:
+    plan(db, [["a"]])
+    lease = take(db, "rollout")
+    wrong = [
+        make_sample("b", 0),
+        make_sample("a", 0, ()),
+        replace(make_sample("a", 0), logprobs_T=(0.0,)),
+        replace(make_sample("a", 0), versions_T=(0,)),
+    ]
+    for sample in wrong:
+        with pytest.raises(ValueError):
+            complete_rollout(db, lease, [sample])
+    with pytest.raises(ValueError, match="different prompt_ids"):
+        complete_rollout(db, lease, [make_sample("a", 0), replace(make_sample("a", 1), prompt_ids=(1,))])
+    with pytest.raises(ValueError, match="reward lease"):
+        complete_reward(db, lease, [])
+    assert complete_rollout(db, lease, roll_out(lease))
+    with pytest.raises(ValueError, match="rollout lease"):
+        complete_rollout(db, take(db, "reward"), [])
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        [],
+        [make_reward("a", 0)],
+        [make_reward("a", 0), make_reward("a", 0)],
+        [make_reward("a", index) for index in range(3)],
+        [make_reward("a", 0), make_reward("b", 0)],
+        [make_reward("a", 0), make_reward("a", 1, value=float("nan"))],
+        [make_reward("a", 0), Reward(prompt_uid="a", sample_index=1, status="ok", value=None)],
+        [make_reward("a", 0), Reward(prompt_uid="a", sample_index=1, status="timeout", value=0.0)],
+    ],
+)
+def test_wrong_scores_are_refused_and_leave_the_lease(db: Database, scores: list[Reward]) -> None:
+    plan(db, [["a"]])
+    complete_next_rollout(db)
+    lease = take(db, "reward")
+    with pytest.raises(ValueError):
+        complete_reward(db, lease, scores)
+    assert complete_reward(db, lease, [make_reward("a", 0), make_reward("a", 1)])
+
+
+def test_a_batch_holds_whole_groups_with_their_rewards_in_order(db: Database) -> None:
+    plan(db, [["b"], ["a", "Z"]])
+    for statuses in (("ok", "ok"), ("ok", "ok")):
+        complete_next_rollout(db)
+        complete_next_reward(db, statuses)
+    batch = select_batch(db, "run-1", 1, 0, 0)
+    assert (batch.num_groups, batch.num_samples, batch.num_tokens, batch.num_dropped) == (3, 6, 18, 0)
+    assert (batch.policy_version, batch.uri, batch.manifest_sha256) == (0, None, None)
+    scored = batch_samples(db, "run-1", 1)
+    assert [item.sample for item in scored] == [make_sample(uid, i) for uid in ("Z", "a", "b") for i in range(2)]
+    assert [item.reward for item in scored] == [make_reward(uid, i) for uid in ("Z", "a", "b") for i in range(2)]
+    assert {draw.consumed_by for draw in list_draws(db, "run-1", 1)} == {1}
+
+
+def test_failed_rewards_of_a_usable_group_stay_in_the_batch(db: Database) -> None:
+    plan(db, [["a"]])
+    lease = take(db, "rollout")
+    complete_rollout(db, lease, roll_out(lease, group_size=4))
+    complete_next_reward(db, ("ok", "timeout", "ok", "error"))
+    select_batch(db, "run-1", 1, 0, 0)
+    rewards = [item.reward for item in batch_samples(db, "run-1", 1)]
+    assert [(reward.status, reward.value, reward.detail) for reward in rewards] == [
+        ("ok", 0.5, ""),
+        ("timeout", None, "timeout"),
+        ("ok", 0.5, ""),
+        ("error", None, "error"),
+    ]
+
+
+def test_a_frozen_batch_ignores_what_arrives_later(db: Database) -> None:
+    plan(db, [["a"], ["b"]])
+    complete_next_rollout(db)
+    complete_next_reward(db)
+    complete_next_rollout(db)
+    first = select_batch(db, "run-1", 1, 0, 0)
+    complete_next_reward(db)
+    assert select_batch(db, "run-1", 1, 7, 9) == first
+    assert {item.sample.prompt_uid for item in batch_samples(db, "run-1", 1)} == {"a"}
+    assert fates(db) == {"a": "consumed", "b": "drawn"}
+
+
+def test_a_late_group_goes_to_the_next_batch_while_fresh_enough(db: Database) -> None:
+    plan(db, [["a"], ["late"]])
+    complete_next_rollout(db)
+    complete_next_reward(db)
+    select_batch(db, "run-1", 1, 0, 1)
+    complete_next_rollout(db)
+    complete_next_reward(db)
+    plan(db, [["c"]], iteration=2, policy_version=1)
+    complete_next_rollout(db, (1, 1), iteration=2)
+    complete_next_reward(db, iteration=2)
+    assert select_batch(db, "run-1", 2, 1, 1).num_groups == 2
+    assert {item.sample.prompt_uid for item in batch_samples(db, "run-1", 2)} == {"c", "late"}
+    assert {draw.prompt_uid: draw.consumed_by for draw in list_draws(db, "run-1", 1)} == {"a": 1, "late": 2}
+
+
+def test_processes_that_select_at_once_get_one_batch(db: Database, database_url: str) -> None:
+    plan(db, [["a"], ["b"]])
+    for versions in ((0, 1), (1, 1)):
+        complete_next_rollout(db, versions)
+        complete_next_reward(db)
+    outcomes = in_processes(select_with_staleness, [(database_url, staleness) for staleness in (0, 1, 0, 1)])
+    stored = get_batch(db, "run-1", 1)
+    assert outcomes == [(stored.num_groups, stored.num_dropped)] * 4
+    assert sorted(fates(db).values()).count("consumed") == stored.num_groups
+
+
+def test_without_a_usable_group_the_selection_fails_and_drops_nothing(db: Database) -> None:
+    plan(db, [["a"], ["b"], ["c"]])
+    for versions, statuses in (((0,), ("ok", "ok")), ((3,), ("ok", "timeout")), ((3,), ("error", "timeout"))):
+        complete_next_rollout(db, versions)
+        complete_next_reward(db, statuses)
+    with pytest.raises(DataError, match="iteration 1: no group to train on .2 no usable reward, 1 stale.") as error:
+        select_batch(db, "run-1", 1, 3, 1)
+    assert "\n" not in str(error.value)
+    assert set(fates(db).values()) == {"drawn"}
+    with pytest.raises(DataError, match="iteration 9: not planned"):
+        select_batch(db, "run-1", 9, 3, 1)
+    with pytest.raises(DataError, match="no batch is selected yet"):
+        batch_samples(db, "run-1", 1)
+
+
+def test_the_reasons_say_what_happened(db: Database) -> None:
+    plan(db, [["few"], ["good"], ["late"], ["old"]])
+    cases: list[tuple[Sequence[int], tuple[RewardStatus, RewardStatus]]] = [
+        ((2,), ("ok", "timeout")),
+        ((2,), ("ok", "ok")),
+        ((4,), ("ok", "ok")),
+        ((0, 3), ("ok", "ok")),
+    ]
+    for versions, statuses in cases:
+        complete_next_rollout(db, versions)
+        complete_next_reward(db, statuses)
+    select_batch(db, "run-1", 1, 3, 1)
+    assert {draw.prompt_uid: draw.drop_reason for draw in list_draws(db, "run-1", 1)} == {
+        "few": "no usable reward: 1 ok of 2 (1 timeouts, 0 errors), at least 2 needed",
+        "good": None,
+        "late": "stale: version 4 is later than 3, which is trained",
+        "old": "stale: version 0 is 3 behind 3, at most 1",
+    }
+
+
+def test_finishing_a_batch_twice_changes_nothing(db: Database) -> None:
+    plan(db, [["a"]])
+    with pytest.raises(DataError, match="no batch is selected yet"):
+        finish_batch(db, "run-1", 1, "s3://bucket/batch", "sha")
+    complete_next_rollout(db)
+    complete_next_reward(db)
+    select_batch(db, "run-1", 1, 0, 0)
+    finished = finish_batch(db, "run-1", 1, "s3://bucket/batch", "sha")
+    assert (finished.uri, finished.manifest_sha256) == ("s3://bucket/batch", "sha")
+    assert finish_batch(db, "run-1", 1, "s3://bucket/batch", "sha") == finished == get_batch(db, "run-1", 1)
+    with pytest.raises(DataError, match="a batch never changes"):
+        finish_batch(db, "run-1", 1, "s3://bucket/batch", "other")
+    assert get_batch(db, "run-1", 1) == finished
+
+
+@dataclass(frozen=True)
+class Case:
+    """A group as the property test makes it; `statuses` is empty while it isn't scored."""
+
+    iteration: int
+    uid: str
+    version: int
+    statuses: tuple[RewardStatus, ...]
+
+
+CASES = st.lists(
+    st.builds(
+        Case,
+        iteration=st.integers(1, 3),
+        uid=st.sampled_from("abc"),
+        version=st.integers(0, 4),
+        statuses=st.sampled_from([(), ("ok", "ok"), ("ok", "ok"), ("ok", "error"), ("timeout", "error")]),
+    ),
+    max_size=8,
+    unique_by=lambda case: (case.iteration, case.uid),
+)
+RUN_NUMBERS = count()
+
+
+def store(db: Database, run_id: str, cases: Sequence[Case]) -> None:
+    """Each iteration has one unit of the groups that get scored and one of those that don't."""
+    plan(db, [["filler"]], run_id=run_id, iteration=4)
+    for iteration in {case.iteration for case in cases}:
+        groups = {case.uid: case for case in cases if case.iteration == iteration}
+        units = [[uid for uid, case in groups.items() if bool(case.statuses) is scored] for scored in (True, False)]
+        plan(db, [unit for unit in units if unit], run_id=run_id, iteration=iteration)
+        for uids in filter(None, units):
+            lease = take(db, "rollout", run_id=run_id, iteration=iteration)
+            drawn = [make_sample(uid, index, [groups[uid].version]) for uid in uids for index in range(2)]
+            assert complete_rollout(db, lease, drawn)
+        if units[0]:
+            lease = take(db, "reward", run_id=run_id, iteration=iteration)
+            scores = [make_reward(uid, index, groups[uid].statuses[index]) for uid in units[0] for index in range(2)]
+            assert complete_reward(db, lease, scores)
+
+
+def expected_fate(case: Case, cases: Sequence[Case], policy_version: int, max_staleness: int) -> str:
+    def fit(other: Case) -> bool:
+        return other.statuses == ("ok", "ok") and 0 <= policy_version - other.version <= max_staleness
+
+    if not case.statuses:
+        return "drawn"
+    if not 0 <= policy_version - case.version <= max_staleness:
+        return "stale"
+    if case.statuses != ("ok", "ok"):
+        return "no usable reward"
+    newer = any(fit(other) and other.uid == case.uid and other.iteration > case.iteration for other in cases)
+    return "superseded" if newer else "consumed"
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(cases=CASES, policy_version=st.integers(0, 4), max_staleness=st.integers(0, 3))
+def test_every_group_meets_the_fate_that_the_rules_give_it(
+    db: Database, cases: list[Case], policy_version: int, max_staleness: int
+) -> None:
+    run_id = f"run-{next(RUN_NUMBERS)}"
+    store(db, run_id, cases)
+    expected = {case: expected_fate(case, cases, policy_version, max_staleness) for case in cases}
+    if "consumed" not in expected.values():
+        with pytest.raises(DataError):
+            select_batch(db, run_id, 4, policy_version, max_staleness)
+        return
+    batch = select_batch(db, run_id, 4, policy_version, max_staleness)
+    assert {case: fates(db, case.iteration, run_id)[case.uid] for case in cases} == expected
+    consumed = sorted(case.uid for case, fate in expected.items() if fate == "consumed")
+    keys = [(item.sample.prompt_uid, item.sample.sample_index) for item in batch_samples(db, run_id, 4)]
+    assert keys == [(uid, index) for uid in consumed for index in range(2)]
+    assert batch.num_groups == len(consumed)
+    assert batch.num_dropped == len(cases) - len(consumed) - list(expected.values()).count("drawn")

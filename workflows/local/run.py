@@ -1,0 +1,327 @@
+"""One workflow while it runs: walks its templates, keeps its status, stops it.
+
+Nodes are named as Argo names them (`wf.task`, `wf[0].step(2:item)`, `name(1)` for a second attempt), so a resumed run
+finds what already succeeded by name and keeps it.
+"""
+
+import asyncio
+import json
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from steps.errors import ConfigError
+from workflows.local.containers import parse_deadline
+from workflows.local.dag import DagRun
+from workflows.local.events import Event
+from workflows.local.expressions import WHEN, evaluate_bool
+from workflows.local.fanout import CallResult, Item, expand, group_phase
+from workflows.local.leaf import run_leaf
+from workflows.local.model import Call, Container, Dag, Resource, Steps, Template, Workflow, WorkflowSpec
+from workflows.local.outputs import display_name, resolve_inputs, resolve_outputs
+from workflows.local.status import NodeStatus, WorkflowStatus, save_status
+from workflows.local.steps_nodes import run_steps
+from workflows.local.variables import substitute
+
+if TYPE_CHECKING:
+    from workflows.local.session import Session
+
+FAIL_FAST = "template has failed or errored children and failFast enabled"
+
+
+@dataclass(slots=True)
+class Boundary:
+    """The dag or steps node around a call: how many children may be active, and whether it takes new ones."""
+
+    node: NodeStatus
+    fail_fast: bool = False
+    slots: asyncio.Semaphore | None = None
+    closed: bool = False
+
+    def note(self, child: NodeStatus) -> None:
+        """Argo's template failFast counts every unsuccessful attempt, also one that a retry would mend."""
+        if self.fail_fast and child.unsuccessful:
+            self.closed = True
+
+
+@dataclass(slots=True)
+class WorkflowRun:
+    """`shutdown` is empty, or why nothing new may start; setting it goes through `stop`."""
+
+    session: "Session"
+    workflow: Workflow
+    spec: WorkflowSpec
+    status: WorkflowStatus
+    folder: Path
+    shutdown: str = ""
+    pods: dict[str, asyncio.Future[str]] = field(default_factory=dict)
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    pod_slots: asyncio.Semaphore | None = None
+    exit_scope: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.spec.parallelism is not None:
+            self.pod_slots = asyncio.Semaphore(self.spec.parallelism)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def execute(self) -> WorkflowStatus:
+        """Runs to the end and returns the final status; a step that fails is in the status, not an exception."""
+        self.set_phase("Running", "")
+        deadline = self._start_deadline()
+        entry = await self.run_template(self.status.name, self.spec.entrypoint, {}, None)
+        if deadline is not None:
+            deadline.cancel()
+        phase = "Succeeded" if entry.phase in ("Succeeded", "Skipped") else entry.phase
+        message = self.shutdown if self.shutdown and entry.unsuccessful else entry.message
+        stopped = self.session.stopping and entry.unsuccessful
+        if self.spec.on_exit and not stopped:
+            phase, message = await self._run_exit_handler(phase, message)
+        self.status.finished_s = time.time()
+        self.set_phase(phase, message)
+        return self.status
+
+    async def _run_exit_handler(self, phase: str, message: str) -> tuple[str, str]:
+        self.shutdown = ""  # a deadline that ended the workflow does not forbid its exit handler
+        self.exit_scope = {
+            "workflow.status": phase,
+            "workflow.duration": f"{time.time() - self.status.started_s:.6f}",
+            "workflow.failures": json.dumps(self._failures()),
+        }
+        node = await self.run_template(f"{self.status.name}.onExit", self.spec.on_exit, {}, None)
+        return (node.phase, node.message) if node.unsuccessful else (phase, message)
+
+    def _start_deadline(self) -> asyncio.TimerHandle | None:
+        if not self.spec.active_deadline_s:
+            return None
+        where = f"workflow {self.status.name}"
+        seconds = parse_deadline(substitute(self.spec.active_deadline_s, self.globals(), where), where)
+        assert seconds is not None
+        return asyncio.get_running_loop().call_later(seconds, self.stop, "Step exceeded workflow deadline")
+
+    @asynccontextmanager
+    async def capacity(self) -> AsyncIterator[None]:
+        """A place for one pod: on the machine, and within spec.parallelism."""
+        async with AsyncExitStack() as stack:
+            if self.pod_slots is not None:
+                await stack.enter_async_context(self.pod_slots)
+            await stack.enter_async_context(self.session.capacity)
+            yield
+
+    def stop(self, reason: str) -> None:
+        """Nothing new starts; running pods are asked to end."""
+        self.shutdown = reason
+        self.stopped.set()
+        for kill in self.pods.values():
+            if not kill.done():
+                kill.set_result(reason)
+
+    # -- status -------------------------------------------------------------------------------------------------------
+
+    def set_phase(self, phase: str, message: str) -> None:
+        self.status.phase = phase
+        self.status.message = message
+        save_status(self.status, self.folder)
+        self.session.emit(
+            Event(
+                kind="workflow", workflow=self.status.name, template=self.status.template, phase=phase, message=message
+            )
+        )
+
+    def begin(
+        self, name: str, node_type: str, template: Template, parent: str, inputs: Mapping[str, str]
+    ) -> NodeStatus:
+        node = NodeStatus(
+            name=name,
+            display_name=re.sub(r"^(\[\d+\])?\.", "", name.removeprefix(parent)) if parent else name,
+            type=node_type,
+            template=template.name,
+            parent=parent,
+            inputs=dict(inputs),
+            started_s=time.time(),
+        )
+        self.status.nodes[name] = node
+        return node
+
+    def transition(self, node: NodeStatus, phase: str, message: str = "") -> None:
+        """A node's new phase: kept on disk (Pending is nothing to come back to), then told to whoever watches."""
+        node.phase = phase
+        node.message = message
+        if phase not in ("Pending", "Running"):
+            node.finished_s = time.time()
+        if phase != "Pending":
+            save_status(self.status, self.folder)
+        self.emit(node, "node")
+
+    def emit(self, node: NodeStatus, kind: str, message: str = "") -> None:
+        self.session.emit(
+            Event(
+                kind="progress" if kind == "progress" else "node",
+                workflow=self.status.name,
+                node_name=node.name,
+                display_name=node.display_name,
+                template=node.template,
+                phase=node.phase,
+                message=message or node.message,
+                progress=node.progress,
+                attempt=node.attempt,
+                node_type=node.type,
+                parent=node.parent,
+            )
+        )
+
+    def globals(self) -> dict[str, str]:
+        """The `workflow.*` variables; status, duration and failures exist in the exit handler only."""
+        name = self.status.name
+        scope = {
+            "workflow.name": name,
+            "workflow.namespace": self.session.settings.namespace,
+            "workflow.uid": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{self.folder}@{self.status.created_s}")),
+            "workflow.serviceAccountName": "default",
+            "workflow.creationTimestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.status.created_s)),
+            "workflow.creationTimestamp.s": str(int(self.status.created_s)),
+            "workflow.mainEntrypoint": self.spec.entrypoint,
+            **self.exit_scope,
+        }
+        parameters = [{"name": key, "value": value} for key, value in self.status.parameters.items()]
+        scope["workflow.parameters"] = json.dumps(parameters)
+        scope |= {f"workflow.parameters.{key}": value for key, value in self.status.parameters.items()}
+        scope |= {f"workflow.labels.{key}": value for key, value in self.workflow.labels.items()}
+        scope |= {f"workflow.annotations.{key}": value for key, value in self.workflow.annotations.items()}
+        return scope | {f"workflow.outputs.parameters.{key}": value for key, value in self.status.outputs.items()}
+
+    def _failures(self) -> list[dict[str, str]]:
+        return [
+            {
+                "displayName": node.display_name,
+                "message": node.message,
+                "templateName": node.template,
+                "phase": node.phase,
+                "podName": node.pod_name,
+            }
+            for node in self.status.leaves()
+            if node.unsuccessful
+        ]
+
+    # -- nodes --------------------------------------------------------------------------------------------------------
+
+    def omit(self, boundary: Boundary, name: str, call: Call, message: str, phase: str = "Omitted") -> CallResult:
+        """A node that does not run: Omitted, Skipped, or an Error before it could start."""
+        node = self.begin(name, "Skipped", self.spec.templates[call.template], boundary.node.name, {})
+        self.transition(node, phase, message)
+        boundary.note(node)
+        return CallResult(phase, (node,))
+
+    async def run_call(self, boundary: Boundary, name: str, call: Call, scope: Mapping[str, str]) -> CallResult:
+        """A task or step, with its copies where it fans out."""
+        if not call.expands:
+            node = await self._run_item(boundary, name, call, scope, Item("", {}))
+            return CallResult(node.phase, (node,))
+        try:
+            items = expand(call, scope, name)
+        except ConfigError as error:
+            return self.omit(boundary, name, call, str(error), "Error")
+        nodes = tuple(
+            await asyncio.gather(*(self._run_item(boundary, name + item.suffix, call, scope, item) for item in items))
+        )
+        return CallResult(group_phase(nodes), nodes, expanded=True)
+
+    async def _run_item(
+        self, boundary: Boundary, name: str, call: Call, scope: Mapping[str, str], item: Item
+    ) -> NodeStatus:
+        async with AsyncExitStack() as stack:
+            if boundary.slots is not None:
+                await stack.enter_async_context(boundary.slots)
+            if boundary.closed or self.shutdown:
+                return self._not_started(name, call.template, self.shutdown or FAIL_FAST)
+            own = {**scope, **item.scope}
+            try:
+                arguments = (
+                    {key: substitute(value, own, f"{name} argument {key}") for key, value in call.arguments.items()}
+                    if self._wanted(call, own, name)
+                    else None
+                )
+            except ConfigError as error:
+                return self.omit(boundary, name, call, str(error), "Error").nodes[0]
+            if arguments is None:
+                return self.omit(boundary, name, call, f"when '{call.when}' evaluated false", "Skipped").nodes[0]
+            node = await self.run_template(name, call.template, arguments, boundary)
+            boundary.note(node)
+            return node
+
+    def _wanted(self, call: Call, scope: Mapping[str, str], where: str) -> bool:
+        if not call.when:
+            return True
+        return evaluate_bool(substitute(call.when, scope, f"{where} when"), {}, WHEN)
+
+    def _not_started(self, name: str, template: str, reason: str) -> NodeStatus:
+        """Stands for a node that never came to be; it is not recorded."""
+        return NodeStatus(
+            name=name, display_name=name, type="Skipped", template=template, phase="Failed", message=reason
+        )
+
+    async def run_template(
+        self, name: str, template_name: str, arguments: Mapping[str, str], boundary: Boundary | None
+    ) -> NodeStatus:
+        """Runs one node to its end, or keeps it when it succeeded in an earlier submission."""
+        template = self.spec.templates[template_name]
+        if self.shutdown:
+            return self._not_started(name, template_name, self.shutdown)
+        kept = self._kept(name)
+        if kept is not None:
+            self.emit(kept, "node", "kept")
+            return kept
+        parent = boundary.node.name if boundary else ""
+        try:
+            inputs = resolve_inputs(template, arguments, self.globals(), name)
+            scope = {**self.globals(), **{f"inputs.parameters.{key}": value for key, value in inputs.items()}}
+            mutexes = tuple(substitute(mutex, scope, f"{name} mutex") for mutex in template.mutexes)
+            shown = display_name(template, scope, name)
+        except ConfigError as error:
+            node = self.begin(name, "Skipped", template, parent, arguments)
+            self.transition(node, "Error", str(error))
+            return node
+        async with self.session.mutexes.hold(mutexes, lambda: bool(self.shutdown)):
+            if isinstance(template.body, Container | Resource):
+                return await run_leaf(self, name, template, inputs, scope, boundary, shown)
+            node = self.begin(name, template.kind, template, parent, inputs)
+            node.display_name = shown or node.display_name
+            return await self._run_group(node, template, template.body, scope)
+
+    def _kept(self, name: str) -> NodeStatus | None:
+        node = self.status.nodes.get(name)
+        return node if node is not None and node.phase == "Succeeded" and node.type in ("Pod", "Retry") else None
+
+    async def _run_group(
+        self, node: NodeStatus, template: Template, body: Dag | Steps, scope: Mapping[str, str]
+    ) -> NodeStatus:
+        slots = asyncio.Semaphore(template.parallelism) if template.parallelism else None
+        boundary = Boundary(node, template.fail_fast, slots)
+        self.transition(node, "Running")
+        message = ""
+        if isinstance(body, Dag):
+            phase, known = await DagRun(self, body, boundary, scope).execute()
+        else:
+            phase, message, known = await run_steps(self, body, boundary, scope)
+        if boundary.closed:
+            phase, message = "Failed", FAIL_FAST
+        if phase == "Succeeded":
+            try:
+                self.publish(node, *resolve_outputs(template, {**scope, **known}, node.name))
+            except ConfigError as error:
+                phase, message = "Error", str(error)
+        self.transition(node, phase, self.shutdown if self.shutdown and phase != "Succeeded" else message)
+        return node
+
+    def publish(self, node: NodeStatus, outputs: dict[str, str], artifacts: dict[str, str]) -> None:
+        """Sets a node's outputs, and the workflow's where a parameter has a globalName."""
+        node.outputs = outputs
+        node.artifacts = artifacts
+        for parameter in self.spec.templates[node.template].outputs:
+            if parameter.global_name and parameter.name in outputs:
+                self.status.outputs[parameter.global_name] = outputs[parameter.name]

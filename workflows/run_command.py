@@ -1,0 +1,147 @@
+"""Run or resume a campaign on this machine: the rendered manifests, submitted to the local executor."""
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+
+from steps.config import RunConfig
+from steps.errors import ConfigError, Interrupted
+from steps.paths import validate_run_id
+from workflows.local.events import Event
+from workflows.local.executor import LocalCluster
+from workflows.local.progress import ProgressView
+from workflows.local.status import WorkflowStatus
+from workflows.run_failure import RunFailed, explain_failure
+from workflows.run_folder import RunFolder, RunRecord
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TEMPLATES = REPOSITORY / "templates"
+NAME_LENGTH = 24
+
+
+def new_run_id(config_name: str, now: datetime | None = None) -> str:
+    """`name-YYYYmmdd-HHMMSS` in UTC; a long name is cut so that the id stays within its 40 characters."""
+    stamp = (now or datetime.now(UTC)).strftime("%Y%m%d-%H%M%S")
+    return f"{config_name[:NAME_LENGTH].rstrip('-')}-{stamp}"
+
+
+def new_record(run_id: str | None, config_name: str, config: RunConfig) -> RunRecord:
+    """What `run.json` holds; `config_name` is what the user called the configuration."""
+    return RunRecord(
+        run_id=validate_run_id(run_id) if run_id else new_run_id(config.name),
+        config=config_name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        iterations=config.iterations,
+        rollout_workers=config.rollout.workers,
+        reward_workers=config.reward.workers,
+        working_dir=str(Path.cwd()),
+    )
+
+
+def build_campaign(record: RunRecord, config_text: str) -> dict[str, Any]:
+    """The Workflow that is submitted: a reference to the template and its parameters, as `argo submit` makes it."""
+    parameters = {
+        "run": record.run_id,
+        "config": config_text,
+        "iterations": str(record.iterations),
+        "rollout-workers": str(record.rollout_workers),
+        "reward-workers": str(record.reward_workers),
+    }
+    return {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "Workflow",
+        "metadata": {"name": record.run_id},
+        "spec": {
+            "workflowTemplateRef": {"name": "policy-campaign"},
+            "arguments": {"parameters": [{"name": name, "value": value} for name, value in parameters.items()]},
+        },
+    }
+
+
+def load_templates(folder: Path = TEMPLATES) -> list[dict[str, Any]]:
+    """The committed WorkflowTemplates: what runs here is what is applied to a cluster."""
+    documents = []
+    for path in sorted(folder.glob("policy-*.yaml")):
+        documents += [document for document in yaml.safe_load_all(path.read_text()) if document]
+    if not documents:
+        raise ConfigError(f"no manifests in {folder}: render them with `moerl render`")
+    return [document for document in documents if document["kind"] == "WorkflowTemplate"]
+
+
+def drive(folder: RunFolder, record: RunRecord) -> None:
+    """Run the campaign to its end, from wherever it stands.
+
+    Raises Interrupted after Ctrl-C or SIGTERM, and RunFailed with the failing step's exit code and last lines.
+    """
+    with folder.lock(), ProgressView() as view, open_cluster(folder, record, view.on_event) as cluster:
+        with stopped_by_signals(cluster) as stopped:
+            status = cluster.submit(build_campaign(record, folder.config_text()))
+    if status.phase == "Succeeded":
+        folder.save_record(replace(record, state="finished"))
+        return
+    if stopped.is_set():
+        folder.save_record(replace(record, state="interrupted"))
+        raise Interrupted(f"stopped; resume with: {resume_command(folder)}")
+    folder.save_record(replace(record, state="failed"))
+    raise _failure(folder, status)
+
+
+def open_cluster(folder: RunFolder, record: RunRecord, on_event: Callable[[Event], None]) -> LocalCluster:
+    """The executor with this run's services in place of a cluster's ConfigMap and Secret.
+
+    Steps also find the modules of the folder in which `moerl run` was called: a user's verifier lies there.
+    """
+    return LocalCluster(
+        folder.executor_root,
+        config_maps={"moerl-environment": {"store": str(folder.store), "mlflow-tracking-uri": folder.tracking_uri}},
+        secrets={"moerl-credentials": {"database-url": folder.database_url}},
+        templates=load_templates(),
+        on_event=on_event,
+        working_dir=REPOSITORY,
+        extra_env={
+            "MOERL_CACHE_DIR": str(folder.cache),
+            "MOERL_CAPACITY_TYPE": "local",
+            "PYTHONPATH": record.working_dir,
+        },
+    )
+
+
+def _failure(folder: RunFolder, status: WorkflowStatus) -> RunFailed:
+    """The error, after the log's last lines (of a bug) and the way on were printed to stderr."""
+    failure = explain_failure(folder.executor_root, status)
+    if failure.tail:
+        print(failure.tail, file=sys.stderr)
+    if failure.log is not None:
+        print(f"log     {failure.log}", file=sys.stderr)
+    print(f"resume  {resume_command(folder)}", file=sys.stderr)
+    return RunFailed(f"{failure.what}: {failure.why}", exit_code=failure.exit_code)
+
+
+def resume_command(folder: RunFolder) -> str:
+    return f"moerl resume {folder.run_id} --runs-dir {folder.runs_dir}"
+
+
+@contextmanager
+def stopped_by_signals(cluster: LocalCluster) -> Iterator[threading.Event]:
+    """Turn SIGINT and SIGTERM into `cluster.stop()`; the event tells whether one came."""
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+        cluster.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
