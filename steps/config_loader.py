@@ -230,7 +230,7 @@ def _validate(source: str, document: dict[str, Any]) -> RunConfig:
     problems: list[str] = []
     try:
         plain = _plain(document, RunConfig, (), problems)
-        cfg = _adapter().validate_json(json.dumps(plain), strict=True)
+        cfg = _adapter().validate_json(json.dumps(_over_defaults(plain, dataclasses.asdict(RunConfig()))), strict=True)
     except RecursionError as error:
         raise ConfigError(f"{source}: nested too deeply") from error
     except ValidationError as error:
@@ -240,6 +240,15 @@ def _validate(source: str, document: dict[str, Any]) -> RunConfig:
     if problems:
         raise ConfigError(_message(source, problems))
     return cfg
+
+
+def _over_defaults(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings laid over the defaults of where they stand: two tables of one type may have other defaults each."""
+    merged = {**defaults, **settings}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping):
+            merged[name] = _over_defaults(value, defaults[name])
+    return merged
 
 
 def _message(source: str, problems: Sequence[str]) -> str:

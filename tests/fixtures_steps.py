@@ -106,6 +106,7 @@ class StepRunner:
             steps = []
             for argv, folder in zip(argvs, folders, strict=True):
                 folder.mkdir(parents=True)
+                (folder / "log").touch()  # a step may be killed before it writes a line
                 env = {**os.environ, **self.env, "MOERL_OUTPUTS_DIR": str(folder / "outputs")}
                 command = ["python", "-m", *argv]
                 steps.append(client.start(command, env, REPOSITORY, folder / "log"))

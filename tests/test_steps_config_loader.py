@@ -334,3 +334,10 @@ def test_any_text_is_read_or_refused_cleanly(text: str, overrides: list[str]) ->
         load_config(text + "\n", overrides)
     except ConfigError as error:
         assert str(error)
+
+
+def test_a_table_with_one_setting_keeps_the_other_defaults_of_where_it_stands() -> None:
+    config = load_config("[warmup.optimizer]\nwarmup_steps = 5\n", ["warmup.optimizer.weight_decay=0.5"])
+    expected = dataclasses.replace(RunConfig().warmup.optimizer, warmup_steps=5, weight_decay=0.5)
+    assert config.warmup.optimizer == expected
+    assert config.warmup.optimizer.learning_rate != RunConfig().train.optimizer.learning_rate

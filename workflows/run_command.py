@@ -1,6 +1,7 @@
 """Run or resume a campaign on this machine: the rendered manifests, submitted to the local executor."""
 
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -77,12 +78,29 @@ def load_templates(folder: Path = TEMPLATES) -> list[dict[str, Any]]:
     return [document for document in documents if document["kind"] == "WorkflowTemplate"]
 
 
+CREATE_TRACKING = (
+    "import pathlib, sys; from steps.adapters.mlflow_run import create_sqlite_file; "
+    "create_sqlite_file(pathlib.Path(sys.argv[1]))"
+)
+
+
+def create_tracking_database(path: Path) -> None:
+    """Create MLflow's tables in the background: that takes seconds, which the first report would wait for otherwise.
+
+    It fails without consequence: the reports create what is missing.
+    """
+    if not path.exists():
+        command = [sys.executable, "-c", CREATE_TRACKING, str(path)]
+        subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
 def drive(folder: RunFolder, record: RunRecord) -> None:
     """Run the campaign to its end, from wherever it stands.
 
     Raises Interrupted after Ctrl-C or SIGTERM, and RunFailed with the failing step's exit code and last lines.
     """
     with folder.lock(), ProgressView() as view, open_cluster(folder, record, view.on_event) as cluster:
+        create_tracking_database(folder.tracking_database)
         with stopped_by_signals(cluster) as stopped:
             status = cluster.submit(build_campaign(record, folder.config_text()))
     if status.phase == "Succeeded":

@@ -1,0 +1,112 @@
+"""Policy version 0: a model from scratch or from a checkpoint, and its supervised warm-up."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from moe.model import attach_dispatcher, build_model, load_model
+from moe.tokenizer import build_char_tokenizer, encode_prompt, load_tokenizer
+from moe.warmup import WarmupProgress, run_warmup
+from steps.adapters.engines.torch_engine import TorchEngine
+from steps.adapters.store import open_store
+from steps.config import RunConfig
+from steps.entrypoint import StepContext
+from steps.errors import ConfigError, DataError
+from steps.policies import score_held_out
+from steps.seeds import derive_seed
+from steps.tasks.dataset import Dataset
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InitialPolicy:
+    """A model and the tokenizer that goes with it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+
+
+def build_initial_policy(context: StepContext, config: RunConfig, dataset: Dataset) -> InitialPolicy:
+    """The model that `warmup.start` names, not trained yet.
+
+    Raises ConfigError when there is no such checkpoint and DataError when it, or a prompt, can't be used.
+    """
+    torch.set_num_threads(config.train.update.threads)
+    policy = _random_policy(config, dataset) if config.warmup.start == "random" else _loaded_policy(context, config)
+    attach_dispatcher(policy.model, config.moe)
+    _check_prompt_lengths(config, dataset, policy.tokenizer)
+    return policy
+
+
+def _random_policy(config: RunConfig, dataset: Dataset) -> InitialPolicy:
+    tokenizer = build_char_tokenizer(dataset.alphabet)
+    model = build_model(config.model, vocab_size=len(tokenizer), seed=derive_seed("model", config.seed))
+    return InitialPolicy(model=model, tokenizer=tokenizer)
+
+
+def _loaded_policy(context: StepContext, config: RunConfig) -> InitialPolicy:
+    start = config.warmup.start
+    folder = _download(context, start) if start.startswith("s3://") else Path(start)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"warmup.start = {start!r}: no config.json there; give `random` or a Hugging Face folder")
+    try:
+        return InitialPolicy(model=load_model(folder), tokenizer=load_tokenizer(folder))
+    except ValueError as error:
+        raise DataError(f"warmup.start = {start!r}: {error}") from None
+
+
+def _download(context: StepContext, uri: str) -> Path:
+    """Fetch the files right below a checkpoint's URI; killed half-way, the next attempt fetches them again."""
+    source = open_store(uri)
+    folder = context.environment.cache_dir / f"checkpoint-{derive_seed(uri):016x}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for info in source.list(""):
+        if "/" not in info.key:
+            source.download_file(info.key, folder / info.key)
+    return folder
+
+
+def _check_prompt_lengths(config: RunConfig, dataset: Dataset, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Refuse a prompt that no worker could sample from. A prompt has at most one token a character, and one more."""
+    limit = config.rollout.sampling.max_prompt_tokens
+    for prompt in (*dataset.train, *dataset.heldout):
+        if len(prompt.text) >= limit and len(encode_prompt(tokenizer, prompt.text)) > limit:
+            raise DataError(
+                f"prompt {prompt.text[:40]!r}... has {len(encode_prompt(tokenizer, prompt.text))} tokens, more than "
+                f"rollout.sampling.max_prompt_tokens = {limit}; raise the limit or shorten the prompt"
+            )
+
+
+def warm_up(context: StepContext, config: RunConfig, dataset: Dataset, policy: InitialPolicy) -> None:
+    """Train `policy` in place on the task's answers until the held-out reward reaches `warmup.stop_reward`."""
+    started_s = time.perf_counter()
+    prompts = dataset.heldout[: config.evaluate.max_prompts]
+    demonstrations = [(prompt.text, prompt.answer) for prompt in dataset.train if prompt.answer]
+    if not demonstrations:
+        raise ConfigError("warmup.max_steps: the task's prompts have no answers to learn from; set it to 0")
+
+    def held_out_reward() -> float:
+        context.interruption.check()
+        engine = TorchEngine(policy.model, policy.tokenizer, policy_version=0)
+        return score_held_out(engine, prompts, config).reward_mean
+
+    def report(check: WarmupProgress) -> None:
+        context.progress(check.step, config.warmup.max_steps)
+        context.say(f"warm-up step {check.step}: loss {check.loss:.3f}, held-out reward {check.reward:.3f}")
+
+    result = run_warmup(
+        policy.model,
+        policy.tokenizer,
+        demonstrations,
+        optimizer=config.warmup.optimizer,
+        max_steps=config.warmup.max_steps,
+        stop_reward=config.warmup.stop_reward,
+        check_every=config.warmup.check_every,
+        batch_size=config.warmup.batch_size,
+        evaluate=held_out_reward,
+        seed=derive_seed("warmup", config.seed),
+        on_progress=report,
+    )
+    context.metrics.update(warmup_steps=result.steps, warmup_seconds=time.perf_counter() - started_s)
