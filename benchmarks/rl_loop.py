@@ -17,7 +17,11 @@ in no figure, the first batch in none of these samples per second, all of which 
 
 Seconds to the target count TRL's batches alone, its evaluations and its start excluded; of ours everything counts from
 policy version 0 to the end of the evaluation that reached the target. When TRL doesn't get there within --limit-s, the
-ratio is taken with the seconds it has had, and is an upper bound. Run it on an idle machine.
+ratio is taken with the seconds it has had, and is an upper bound.
+
+What differs is each side's way to the same update: ours computes a group's prompt once, leaves out responses whose
+advantage is 0 and takes the sampler's log-probabilities as the old ones, TRL computes those anew. Run it on an idle
+machine: two threads of one process lose far more to a busy core than two processes do.
 """
 
 import argparse
@@ -85,6 +89,8 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=180.0, help="training seconds that TRL has for the target")
     parser.add_argument("--skip-time-to-target", action="store_true")
     arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error("--repeats must be at least 1")
     machine = describe_machine()
     with tempfile.TemporaryDirectory(prefix="moerl-bench-") as folder:
         config_path = shutil.copy(DEFAULT_CONFIG, folder)

@@ -139,6 +139,11 @@ def _class_docs(node: ast.ClassDef) -> dict[str, str]:
     return docs
 
 
+def prepare_validation() -> None:
+    """Build the validator now; the first configuration that is read would wait for it otherwise."""
+    _adapter()
+
+
 @lru_cache(maxsize=1)
 def _adapter() -> TypeAdapter[RunConfig]:
     return TypeAdapter(RunConfig)

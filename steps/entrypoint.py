@@ -18,10 +18,14 @@ from steps.adapters import ledger
 from steps.adapters.database import Database, open_database
 from steps.adapters.store import Store, open_store
 from steps.config import RunConfig
-from steps.config_loader import config_from_json
+from steps.config_loader import config_from_json, prepare_validation
 from steps.environment import StepEnvironment, package_versions, read_environment
 from steps.errors import StepError
 from steps.interruption import Interruption
+
+# Done at import, so that a step forked from a process that holds this module doesn't pay for it again.
+VERSIONS = package_versions()
+prepare_validation()
 
 TERMINATION_LOG = Path("/dev/termination-log")
 """Kubernetes makes this file; what is in it becomes the container's termination message."""
@@ -126,7 +130,7 @@ def _explain(step: str, error: StepError) -> None:
 def _provenance(environment: StepEnvironment) -> str:
     """What this attempt ran on, for the ledger."""
     return json.dumps(
-        {"versions": package_versions(), "workflow": environment.workflow, "retry": environment.attempt}, sort_keys=True
+        {"versions": VERSIONS, "workflow": environment.workflow, "retry": environment.attempt}, sort_keys=True
     )
 
 

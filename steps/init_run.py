@@ -21,7 +21,7 @@ from steps.policies import evaluate_policy, publish_policy
 from steps.records import Publication
 from steps.tasks.catalog import build_dataset, load_verifier
 from steps.tasks.dataset import Dataset
-from steps.tasks.jsonl import dataset_to_jsonl
+from steps.tasks.frozen import dataset_to_jsonl
 from steps.trainers import new_trainer, store_trainer
 
 

@@ -4,8 +4,6 @@ The prompts come from a durable cursor over the data set, so that every prompt i
 returns the plan that was stored first.
 """
 
-from dataclasses import replace
-
 from steps import paths
 from steps.adapters import ledger
 from steps.adapters.publications import read_pointer
@@ -15,24 +13,23 @@ from steps.config import RunConfig
 from steps.entrypoint import StepContext, execute
 from steps.errors import DataError
 from steps.seeds import draw_prompts
-from steps.tasks.dataset import Dataset
-from steps.tasks.jsonl import dataset_from_jsonl, dataset_to_jsonl
+from steps.tasks.frozen import FrozenDataset, dataset_to_jsonl
 
 
 def plan(context: StepContext, iteration: int) -> None:
     known = {row.iteration: row for row in ledger.list_iterations(context.database, context.run_id)}
-    stored = known.get(iteration) or _plan_anew(context, iteration)
-    _store_prompts(context, iteration)
+    data = FrozenDataset(context.store.get_bytes(paths.dataset_key(context.run_id, "train")))
+    stored = known.get(iteration) or _plan_anew(context, data, iteration)
+    _store_prompts(context, data, iteration)
     context.say(f"{stored.num_prompts} prompts for policy version {stored.policy_version} in {stored.num_units} units")
     context.output("policy-version", stored.policy_version)
     context.output("units", stored.num_units)
 
 
-def _plan_anew(context: StepContext, iteration: int) -> ledger.IterationRow:
+def _plan_anew(context: StepContext, data: FrozenDataset, iteration: int) -> ledger.IterationRow:
     config = context.config
-    uids = [prompt.uid for prompt in _training_prompts(context).train]
     cursor = ledger.last_cursor(context.database, context.run_id)
-    drawn = draw_prompts(uids, config.seed, cursor, config.rollout.prompts_per_iteration)
+    drawn = draw_prompts(data.train_uids, config.seed, cursor, config.rollout.prompts_per_iteration)
     size = config.rollout.prompts_per_unit
     return ledger.plan_iteration(
         context.database,
@@ -59,20 +56,14 @@ def _base_version(context: StepContext, config: RunConfig, iteration: int) -> in
     return version
 
 
-def _training_prompts(context: StepContext) -> Dataset:
-    return dataset_from_jsonl(context.store.get_bytes(paths.dataset_key(context.run_id, "train")))
-
-
-def _store_prompts(context: StepContext, iteration: int) -> None:
+def _store_prompts(context: StepContext, data: FrozenDataset, iteration: int) -> None:
     """Write the iteration's prompts where workers read them. Killed before this, the next attempt writes the same."""
     key = paths.iteration_prompts_key(context.run_id, iteration)
     if context.store.head(key) is not None:
         return
-    dataset = _training_prompts(context)
-    by_uid = {prompt.uid: prompt for prompt in dataset.train}
-    drawn = [by_uid[draw.prompt_uid] for draw in ledger.list_draws(context.database, context.run_id, iteration)]
+    drawn = [draw.prompt_uid for draw in ledger.list_draws(context.database, context.run_id, iteration)]
     try:
-        context.store.put_bytes(key, dataset_to_jsonl(replace(dataset, train=drawn)), if_none_match=True)
+        context.store.put_bytes(key, dataset_to_jsonl(data.select(drawn)), if_none_match=True)
     except AlreadyExists:
         context.say("another attempt stored the prompts first")
 

@@ -18,7 +18,7 @@ from steps.config import GateConfig, RunConfig
 from steps.entrypoint import StepContext
 from steps.records import Evaluation, Prompt, Publication
 from steps.tasks.catalog import load_verifier
-from steps.tasks.jsonl import dataset_from_jsonl
+from steps.tasks.frozen import dataset_from_jsonl
 from steps.tasks.scoring import score
 
 

@@ -16,7 +16,7 @@ from steps.leasing import work_through_units
 from steps.records import Lease, Prompt, Reward
 from steps.seeds import derive_seed
 from steps.tasks.catalog import load_verifier
-from steps.tasks.jsonl import dataset_from_jsonl
+from steps.tasks.frozen import dataset_from_jsonl
 from steps.tasks.scoring import score
 
 

@@ -17,7 +17,7 @@ from steps.leasing import work_through_units
 from steps.policies import load_engine
 from steps.records import Lease, Prompt, Sample
 from steps.seeds import sample_seed
-from steps.tasks.jsonl import dataset_from_jsonl
+from steps.tasks.frozen import dataset_from_jsonl
 
 
 class RolloutWorker:

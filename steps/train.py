@@ -76,7 +76,7 @@ def train_record(metrics: BatchMetrics, samples: int, seconds: float) -> dict[st
         "samples": samples,
         "samples_per_s": samples / seconds,
         "expert_max_violation": metrics.values.get("rollout/moe/max_vio"),
-        "expert_load": getattr(metrics, "expert_load_LE", None),
+        "expert_load": metrics.expert_load_LE,
         "metrics": metrics.values,
     }
 

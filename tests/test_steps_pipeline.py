@@ -171,7 +171,7 @@ def test_on_postgresql_and_s3_the_weights_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
     undisturbed_weights: str,
 ) -> None:
-    uri = use_server(radosgw_server, monkeypatch)
+    uri = f"s3://{use_server(radosgw_server, monkeypatch)}/runs-here"
     runner = StepRunner(warm_server, tmp_path, uri, postgres_url)
     started = runner.init()
     assert started.code == 0, started.log

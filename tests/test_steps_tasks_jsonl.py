@@ -12,7 +12,8 @@ from steps.config import TaskConfig
 from steps.errors import DataError
 from steps.tasks.catalog import build_dataset
 from steps.tasks.dataset import make_dataset, make_prompt
-from steps.tasks.jsonl import dataset_from_jsonl, dataset_to_jsonl, read_rows
+from steps.tasks.frozen import dataset_from_jsonl, dataset_to_jsonl
+from steps.tasks.jsonl import read_rows
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}'
 

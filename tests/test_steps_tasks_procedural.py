@@ -69,7 +69,7 @@ def test_only_procedural_tasks_have_a_known_size() -> None:
 def test_data_is_the_same_in_a_process_with_another_hash_seed() -> None:
     code = (
         "import hashlib; from steps.config import TaskConfig; from steps.tasks.catalog import build_dataset\n"
-        "from steps.tasks.jsonl import dataset_to_jsonl\n"
+        "from steps.tasks.frozen import dataset_to_jsonl\n"
         "data = build_dataset(TaskConfig(train_size=500, heldout_size=100), 0)\n"
         "print(hashlib.sha256(dataset_to_jsonl(data)).hexdigest())"
     )

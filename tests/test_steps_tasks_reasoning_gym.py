@@ -13,7 +13,7 @@ from steps.errors import ConfigError
 from steps.records import Prompt
 from steps.tasks.catalog import build_dataset, load_verifier
 from steps.tasks.dataset import Dataset
-from steps.tasks.jsonl import dataset_from_jsonl, dataset_to_jsonl
+from steps.tasks.frozen import dataset_from_jsonl, dataset_to_jsonl
 from steps.tasks.reasoning_gym_tasks import GenerationRequest, dataset_of_entries, generate_entries, task_names
 from steps.tasks.scoring import score
 
@@ -190,7 +190,7 @@ def test_a_seed_gives_the_same_prompts_whatever_the_hash_seed() -> None:
     """word_ladder walks over sets of strings."""
     code = (
         "import sys; from steps.config import TaskConfig; from steps.tasks.catalog import build_dataset\n"
-        "from steps.tasks.jsonl import dataset_to_jsonl\n"
+        "from steps.tasks.frozen import dataset_to_jsonl\n"
         "task = TaskConfig(kind='reasoning_gym', reasoning_gym_task='word_ladder', train_size=6, heldout_size=2)\n"
         "sys.stdout.buffer.write(dataset_to_jsonl(build_dataset(task, 0)))"
     )

@@ -1,4 +1,4 @@
-"""The user's rows, and the frozen copy of a data set: one JSON object a line, UTF-8."""
+"""The user's rows: one JSON object a line, UTF-8."""
 
 import json
 import math
@@ -17,7 +17,7 @@ _KEYS = ("prompt", "answer", "id", "meta")
 _BOM = b"\xef\xbb\xbf"
 
 
-class _BadRow(Exception):
+class BadRow(Exception):
     """What is wrong with one line; the reader adds file and line."""
 
 
@@ -71,11 +71,11 @@ def _read(path: str | Path, verifier: str) -> list[tuple[int, Prompt]]:
     line_of_id: dict[str, int] = {}
     for line, raw in _lines(path):
         try:
-            prompt = _prompt(_parse(raw), verifier)
+            prompt = _prompt(parse_row(raw), verifier)
             _refuse_duplicate(line_of_text, prompt.text, line, "prompt")
             if "id" in prompt.meta:
                 _refuse_duplicate(line_of_id, str(prompt.meta["id"]), line, "id")
-        except _BadRow as error:
+        except BadRow as error:
             raise DataError(f"{path}:{line}: {error}") from error
         rows.append((line, prompt))
     if not rows:
@@ -102,75 +102,75 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
 def _refuse_duplicate(seen: dict[str, int], value: str, line: int, what: str) -> None:
     first = seen.setdefault(value, line)
     if first != line:
-        raise _BadRow(f"the {what} {_shown(value)} is already on line {first} (keep one of the two)")
+        raise BadRow(f"the {what} {_shown(value)} is already on line {first} (keep one of the two)")
 
 
 def _prompt(row: dict[str, Any], verifier: str) -> Prompt:
     for key in row:
         if key not in _KEYS:
-            raise _BadRow(
+            raise BadRow(
                 f"unknown key {_shown(key)} (known are prompt, answer, id and meta; other data goes into meta)"
             )
     text, answer = _text(row, "prompt"), _text(row, "answer")
     problem = answer_problem(verifier, answer)
     if problem:
-        raise _BadRow(f"{problem} (correct it, or choose another task.verifier)")
+        raise BadRow(f"{problem} (correct it, or choose another task.verifier)")
     return make_prompt(text, answer, _meta(row))
 
 
 def _text(row: dict[str, Any], key: str) -> str:
     if key not in row:
-        raise _BadRow(f"{key} is missing (every row needs prompt and answer)")
+        raise BadRow(f"{key} is missing (every row needs prompt and answer)")
     value = row[key]
     if not isinstance(value, str):
-        raise _BadRow(f"{key} is {_json_type(value)}, not a string (put it in quotes)")
+        raise BadRow(f"{key} is {_json_type(value)}, not a string (put it in quotes)")
     if not value.strip():
-        raise _BadRow(f"{key} is empty (write it, or remove the row)")
+        raise BadRow(f"{key} is empty (write it, or remove the row)")
     return value
 
 
 def _meta(row: dict[str, Any]) -> dict[str, Any]:
     meta = row.get("meta", {})
     if not isinstance(meta, dict):
-        raise _BadRow(f"meta is {_json_type(meta)}, not an object (write {{...}} or leave it out)")
+        raise BadRow(f"meta is {_json_type(meta)}, not an object (write {{...}} or leave it out)")
     if "id" not in row:
         return meta
     identifier = row["id"]
     if isinstance(identifier, bool) or not isinstance(identifier, str | int) or identifier == "":
-        raise _BadRow(f"id is {_json_type(identifier)}, not a string or an integer (correct it or leave it out)")
+        raise BadRow(f"id is {_json_type(identifier)}, not a string or an integer (correct it or leave it out)")
     if "id" in meta:
-        raise _BadRow("id is given twice, in the row and in meta (keep one)")
+        raise BadRow("id is given twice, in the row and in meta (keep one)")
     return {**meta, "id": identifier}
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
+def parse_row(raw: bytes) -> dict[str, Any]:
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        raise _BadRow(f"byte {error.start + 1} of the line is not UTF-8 (save the file as UTF-8)") from error
+        raise BadRow(f"byte {error.start + 1} of the line is not UTF-8 (save the file as UTF-8)") from error
     try:
         row = json.loads(text, parse_constant=_refuse_constant, parse_float=_float, object_pairs_hook=_object)
         if b"\\u" in raw:
             _refuse_unstorable(row)
     except json.JSONDecodeError as error:
-        raise _BadRow(f"not JSON: {error.msg} at column {error.colno} (write one JSON object a line)") from error
+        raise BadRow(f"not JSON: {error.msg} at column {error.colno} (write one JSON object a line)") from error
     except RecursionError as error:
-        raise _BadRow("nested too deeply (flatten it)") from error
+        raise BadRow("nested too deeply (flatten it)") from error
     except ValueError as error:
-        raise _BadRow(f"not usable JSON: {error} (shorten the number)") from error
+        raise BadRow(f"not usable JSON: {error} (shorten the number)") from error
     if not isinstance(row, dict):
-        raise _BadRow(f"{_json_type(row)}, not an object (write {{...}} with prompt and answer)")
+        raise BadRow(f"{_json_type(row)}, not an object (write {{...}} with prompt and answer)")
     return row
 
 
 def _refuse_constant(name: str) -> float:
-    raise _BadRow(f"{name} is not JSON (write null, or leave it out)")
+    raise BadRow(f"{name} is not JSON (write null, or leave it out)")
 
 
 def _float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise _BadRow(f"{text[:40]} is too large for a number (write it as a string)")
+        raise BadRow(f"{text[:40]} is too large for a number (write it as a string)")
     return value
 
 
@@ -179,7 +179,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         names = [key for key, _ in pairs]
         twice = next(key for key in names if names.count(key) > 1)
-        raise _BadRow(f"the key {_shown(twice)} is there twice (keep one)")
+        raise BadRow(f"the key {_shown(twice)} is there twice (keep one)")
     return result
 
 
@@ -187,11 +187,11 @@ def _refuse_unstorable(row: object) -> None:
     """Escapes can spell a lone surrogate, which is no character, or NUL, which PostgreSQL can't store."""
     text = json.dumps(row, ensure_ascii=False)
     if "\\u0000" in text.replace("\\\\", ""):
-        raise _BadRow("it holds the character U+0000 (remove it)")
+        raise BadRow("it holds the character U+0000 (remove it)")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _BadRow("it holds half of a surrogate pair (write the character itself)") from error
+        raise BadRow("it holds half of a surrogate pair (write the character itself)") from error
 
 
 def _json_type(value: object) -> str:
@@ -202,47 +202,3 @@ def _json_type(value: object) -> str:
 
 def _shown(text: str) -> str:
     return json.dumps(text if len(text) <= 40 else text[:37] + "...")
-
-
-def dataset_to_jsonl(dataset: Dataset) -> bytes:
-    """The frozen copy: a header with the alphabet and the counts, then training and held-out prompts in order."""
-    header = {"alphabet": dataset.alphabet, "train": len(dataset.train), "heldout": len(dataset.heldout)}
-    rows = [header, *map(_row, dataset.train), *map(_row, dataset.heldout)]
-    return "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows).encode()
-
-
-def _row(prompt: Prompt) -> dict[str, Any]:
-    return {"uid": prompt.uid, "prompt": prompt.text, "answer": prompt.answer, "meta": prompt.meta}
-
-
-def dataset_from_jsonl(data: bytes) -> Dataset:
-    """Read back what `dataset_to_jsonl` wrote.
-
-    Raises:
-        DataError: the copy is not what it says: cut short, changed, or not such a copy.
-    """
-    lines = data.split(b"\n")
-    header = _frozen(lines[0], 1, {"alphabet": str, "train": int, "heldout": int})
-    counts = header["train"], header["heldout"]
-    if min(counts) < 0 or len(lines) != sum(counts) + 2 or lines[-1]:
-        raise DataError("frozen data set: its number of rows is not the one in its header (restore the file)")
-    row_types: dict[str, type] = {"uid": str, "prompt": str, "answer": str, "meta": dict}
-    prompts = [_frozen_prompt(_frozen(raw, n, row_types), n) for n, raw in enumerate(lines[1:-1], start=2)]
-    return Dataset(train=prompts[: counts[0]], heldout=prompts[counts[0] :], alphabet=header["alphabet"])
-
-
-def _frozen_prompt(row: dict[str, Any], line: int) -> Prompt:
-    prompt = make_prompt(row["prompt"], row["answer"], row["meta"])
-    if prompt.uid != row["uid"]:
-        raise DataError(f"frozen data set, line {line}: uid does not match its content (restore the file)")
-    return prompt
-
-
-def _frozen(raw: bytes, line: int, types: dict[str, type]) -> dict[str, Any]:
-    try:
-        row = _parse(raw)
-    except _BadRow as error:
-        raise DataError(f"frozen data set, line {line}: {error}") from error
-    if set(row) != set(types) or any(type(row[key]) is not kind for key, kind in types.items()):
-        raise DataError(f"frozen data set, line {line}: not a row of a data set (restore the file)")
-    return row

@@ -43,6 +43,12 @@ DEFAULT_PRELOAD = Preload(
         "pydantic.type_adapter",
         "tomli_w",
         "numpy",
+        "steps.initial_policy",
+        "steps.leasing",
+        "steps.report_html",
+        "steps.reporting",
+        "steps.tracking_events",
+        "steps.trainers",
     ),
     # Two seconds of imports that only the reports need.
     when_idle=("mlflow", "mlflow.store.tracking.sqlalchemy_store"),
