@@ -145,6 +145,8 @@ def _run_batch(
 
 
 def _training_batch(rows: Sequence[Row], iteration: int) -> TrainingBatch:
+    """In the order of the prompts' uids, as the buffer selects a batch: the mini-batches are then those of a run."""
+    rows = sorted(rows, key=lambda row: row.prompt_uid)
     groups = {uid: number for number, uid in enumerate(dict.fromkeys(row.prompt_uid for row in rows))}
     return TrainingBatch.from_rows(
         prompts=[row.prompt_ids for row in rows],

@@ -51,7 +51,7 @@ TARGET_REWARD = 0.95
 BATCHES = 5
 """Of a throughput measurement; the first one is not counted."""
 BATCHES_LIMIT_S = 60.0
-"""When TRL's batches have taken this long, no further one is begun."""
+"""When TRL's batches have taken this long, no further one is begun; a single batch then stands for itself."""
 MANY_BATCHES = 100_000
 TRL_THREADS = (1, 2)
 LOOP_PHASES = ("rollout", "reward", "flush", "train")
@@ -255,7 +255,7 @@ def measure_time_to_target(bench: Bench, campaign: Json, threads: int | None, li
     """Seconds of both sides from policy version 0 to the target, and their ratio where both or ours got there."""
     curve = [campaign["initial"]["reward_eval"], *(row["reward_eval"] for row in campaign["iterations"])]
     reached = next((row for row in campaign["iterations"] if row["reward_eval"] >= TARGET_REWARD), None)
-    ours_s = None if reached is None else last_end_s(reached, "evaluate") - last_end_s(campaign["initial"])
+    ours_s = None if reached is None else round(last_end_s(reached, "evaluate") - last_end_s(campaign["initial"]), 2)
     ours = {"seconds": ours_s, "batches": None if reached is None else reached["iteration"], "rewards": curve}
     log(f"ours: held-out rewards {[round(reward, 3) for reward in curve]}, target after {ours_s} s")
     if threads is None:
@@ -268,7 +268,7 @@ def measure_time_to_target(bench: Bench, campaign: Json, threads: int | None, li
         "target_reward": TARGET_REWARD,
         "ours": ours,
         "trl": {
-            "seconds": trl_s,
+            "seconds": round(trl_s, 2),
             "reached": trl_reached,
             "batches": len(output["batch_seconds"]),
             "rewards": output["rewards"],
