@@ -12,7 +12,7 @@ from sqlalchemy import event
 from steps.adapters.buffer import complete_reward, complete_rollout, select_batch, unit_samples
 from steps.adapters.database import Database, migrate, open_database
 from steps.adapters.leases import lease_unit
-from steps.adapters.ledger import IterationRow, create_run, plan_iteration
+from steps.adapters.ledger import IterationRow, create_run, list_draws, plan_iteration
 from steps.records import Lease, Reward, RewardStatus, Sample, UnitKind
 
 
@@ -178,3 +178,9 @@ def _remember(barrier: Any) -> None:
 def _together(function: Callable[..., Any], *arguments: Any) -> Any:
     _barrier.wait(60)
     return function(*arguments)
+
+
+def fates(db: Database, iteration: int = 1, run_id: str = "run-1") -> dict[str, str]:
+    """What came of each prompt: its status, or the first words of the reason why it was dropped."""
+    draws = list_draws(db, run_id, iteration)
+    return {draw.prompt_uid: (draw.drop_reason or draw.status).split(":")[0] for draw in draws}

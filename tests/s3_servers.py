@@ -118,7 +118,8 @@ def wait_until_stopped(state_dir: Path) -> None:
 
 
 def _start_supervisor(kind: str, state_dir: Path) -> None:
-    (state_dir / "stopped.txt").unlink(missing_ok=True)
+    for left in ("stopped.txt", "failed.txt"):
+        (state_dir / left).unlink(missing_ok=True)
     with open(state_dir / "supervisor.log", "w") as log:
         subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), kind, str(state_dir)],

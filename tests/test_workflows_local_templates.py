@@ -43,6 +43,7 @@ def write_stand_ins(folder: Path) -> None:
                 parameters = template.get("outputs", {}).get("parameters", [])
                 outputs.setdefault(module, set()).update(parameter["name"] for parameter in parameters)
     (folder / "modules" / "steps").mkdir()
+    (folder / "modules" / "steps" / "__init__.py").touch()  # otherwise a real package elsewhere on the path wins
     for module, names in outputs.items():
         (folder / "modules" / "steps" / f"{module}.py").write_text(STAND_IN.format(name=module, outputs=sorted(names)))
 
