@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from steps import paths
 from steps.adapters import ledger
 from steps.adapters.database import Database, open_database
-from steps.adapters.store import Store, open_store
+from steps.adapters.store import Store, explained_os_errors, open_store
 from steps.config import RunConfig
 from steps.config_loader import config_from_json, prepare_validation
 from steps.environment import StepEnvironment, package_versions, read_environment
@@ -137,7 +137,8 @@ def _provenance(environment: StepEnvironment) -> str:
 def _run_body(body: Callable[[StepContext], None], context: StepContext) -> tuple[int, str]:
     """Run the body; its exit code and the line that explains a failure."""
     try:
-        body(context)
+        with explained_os_errors(f"files of step {context.step}"):
+            body(context)
     except StepError as error:
         _explain(context.step, error)
         return error.exit_code, str(error)

@@ -42,7 +42,7 @@ def read_environment() -> StepEnvironment:
         pod=os.environ.get("POD_NAME", f"pid-{os.getpid()}"),
         node=os.environ.get("NODE_NAME", socket.gethostname()),
         capacity_type=os.environ.get("MOERL_CAPACITY_TYPE", "local"),
-        attempt=int(os.environ.get("MOERL_ATTEMPT") or 0),
+        attempt=_whole_number("MOERL_ATTEMPT"),
         workflow=os.environ.get("ARGO_WORKFLOW", ""),
     )
 
@@ -52,6 +52,13 @@ def _required(name: str, what: str) -> str:
     if not value:
         raise ConfigError(f"environment variable {name} is not set: set it to {what}")
     return value
+
+
+def _whole_number(name: str) -> int:
+    value = os.environ.get(name) or "0"
+    if not value.isdecimal():
+        raise ConfigError(f"environment variable {name} = {value!r}: set it to a whole number")
+    return int(value)
 
 
 def package_versions() -> dict[str, str]:

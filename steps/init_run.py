@@ -9,7 +9,7 @@ from dataclasses import replace
 from steps import paths
 from steps.adapters import ledger
 from steps.adapters.database import migrate
-from steps.adapters.publications import read_pointer
+from steps.adapters.spool import RunStatus
 from steps.adapters.store import AlreadyExists, open_store
 from steps.arguments import natural_int, step_parser
 from steps.config import RunConfig
@@ -17,12 +17,13 @@ from steps.config_loader import config_hash, config_json, load_config
 from steps.entrypoint import StepContext, execute
 from steps.errors import ConfigError, DataError
 from steps.initial_policy import build_initial_policy, warm_up
-from steps.policies import evaluate_policy, publish_policy
+from steps.policies import evaluate_policy, point_to, publish_policy
 from steps.records import Publication
 from steps.tasks.catalog import build_dataset, load_verifier
 from steps.tasks.dataset import Dataset
 from steps.tasks.frozen import dataset_to_jsonl
-from steps.trainers import new_trainer, store_trainer
+from steps.tracking_events import open_tracker
+from steps.trainers import is_stored, new_trainer, restore_trainer, store_trainer
 
 
 def init_run(context: StepContext, config_source: str, iterations: int) -> None:
@@ -33,20 +34,33 @@ def init_run(context: StepContext, config_source: str, iterations: int) -> None:
         publication = _make_run(context, config)
     else:
         _record_run(context, config)
+        point_to(context, paths.latest_key(context.run_id), publication)
     evaluation = evaluate_policy(context, publication)
     context.say(f"policy version 0: held-out reward {evaluation.reward_eval:.3f} on {evaluation.num_prompts} prompts")
-    latest = read_pointer(context.store, paths.latest_key(context.run_id))
-    version = 0 if latest is None else int(latest["policy_version"])
-    context.output("policy-version", version)
-    context.output("first-iteration", version + 1)
+    finished = _last_finished_iteration(context)
+    now_ms = int(context.database.now() * 1000)
+    open_tracker(context).record(f"{finished:05d}-start", [RunStatus(state="RUNNING", timestamp_ms=now_ms)])
+    context.output("policy-version", finished)
+    context.output("first-iteration", finished + 1)
     context.output("iterations", iterations or config.iterations)
+
+
+def _last_finished_iteration(context: StepContext) -> int:
+    """The newest iteration whose report is written, 0 when none is: a campaign goes on with what one left half-done."""
+    for row in reversed(ledger.list_iterations(context.database, context.run_id)):
+        if "report" in ledger.get_iteration_metrics(context.database, context.run_id, row.iteration):
+            return row.iteration
+    return 0
 
 
 def _read_config(context: StepContext, source: str) -> RunConfig:
     """CONFIG is TOML text, a path, or the s3:// URI of a TOML file."""
     if source.startswith("s3://"):
         prefix, _, name = source.rpartition("/")
-        source = open_store(prefix).get_bytes(name).decode()
+        try:
+            source = open_store(prefix).get_bytes(name).decode()
+        except ValueError as error:
+            raise ConfigError(f"--config {source}: not the URI of a TOML file in UTF-8 ({error})") from None
     return load_config(source)
 
 
@@ -58,9 +72,13 @@ def _make_run(context: StepContext, config: RunConfig) -> Publication:
     _freeze(context, paths.config_key(context.run_id), config_json(config).encode())
     for split, part in (("train", replace(dataset, heldout=[])), ("heldout", replace(dataset, train=[]))):
         _freeze(context, paths.dataset_key(context.run_id, split), dataset_to_jsonl(part))
-    if config.warmup.max_steps:
-        warm_up(context, config, dataset, policy)
-    store_trainer(context, new_trainer(config, policy.model), paths.checkpoint_prefix(context.run_id, 0))
+    trainer, prefix = new_trainer(config, policy.model), paths.checkpoint_prefix(context.run_id, 0)
+    if is_stored(context, prefix):
+        restore_trainer(context, trainer, prefix)
+    else:
+        if config.warmup.max_steps:
+            warm_up(context, config, dataset, policy)
+        store_trainer(context, trainer, prefix)
     return publish_policy(context, policy.model, policy.tokenizer, version=0, parent=None, batch_sha256=None)
 
 

@@ -36,7 +36,7 @@ def build_initial_policy(context: StepContext, config: RunConfig, dataset: Datas
     torch.set_num_threads(config.train.update.threads)
     policy = _random_policy(config, dataset) if config.warmup.start == "random" else _loaded_policy(context, config)
     attach_dispatcher(policy.model, config.moe)
-    _check_prompt_lengths(config, dataset, policy.tokenizer)
+    _check_prompts(config, dataset, policy)
     return policy
 
 
@@ -68,15 +68,33 @@ def _download(context: StepContext, uri: str) -> Path:
     return folder
 
 
-def _check_prompt_lengths(config: RunConfig, dataset: Dataset, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Refuse a prompt that no worker could sample from. A prompt has at most one token a character, and one more."""
+def _check_prompts(config: RunConfig, dataset: Dataset, policy: InitialPolicy) -> None:
+    """Refuse a prompt that no worker could sample from, and an answer that the warm-up could not show."""
     limit = config.rollout.sampling.max_prompt_tokens
     for prompt in (*dataset.train, *dataset.heldout):
-        if len(prompt.text) >= limit and len(encode_prompt(tokenizer, prompt.text)) > limit:
+        try:
+            length = len(encode_prompt(policy.tokenizer, prompt.text))
+            if config.warmup.max_steps:
+                encode_prompt(policy.tokenizer, prompt.answer)
+        except ValueError as error:
+            raise DataError(str(error)) from None
+        if length > limit:
             raise DataError(
-                f"prompt {prompt.text[:40]!r}... has {len(encode_prompt(tokenizer, prompt.text))} tokens, more than "
+                f"prompt {prompt.text[:40]!r}... has {length} tokens, more than "
                 f"rollout.sampling.max_prompt_tokens = {limit}; raise the limit or shorten the prompt"
             )
+    _check_positions(config, policy)
+
+
+def _check_positions(config: RunConfig, policy: InitialPolicy) -> None:
+    sampling = config.rollout.sampling
+    needed = sampling.max_prompt_tokens + sampling.max_new_tokens
+    positions = policy.model.config.max_position_embeddings
+    if needed > positions:
+        raise ConfigError(
+            f"rollout.sampling: max_prompt_tokens + max_new_tokens = {needed}, the model has {positions} positions; "
+            "lower them or take another checkpoint"
+        )
 
 
 def warm_up(context: StepContext, config: RunConfig, dataset: Dataset, policy: InitialPolicy) -> None:

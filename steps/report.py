@@ -11,13 +11,12 @@ from typing import Any
 from steps import paths
 from steps.adapters import ledger
 from steps.adapters.spool import Event
-from steps.adapters.tracking import Tracker
 from steps.arguments import positive_int, step_parser
 from steps.entrypoint import StepContext, execute
 from steps.errors import DataError
 from steps.report_html import render_iteration_html, render_run_html
 from steps.reporting import build_run_report
-from steps.tracking_events import final_events, iteration_events, run_events
+from steps.tracking_events import final_events, iteration_events, open_tracker, run_events
 
 
 def report_iteration(context: StepContext, iteration: int) -> None:
@@ -38,22 +37,26 @@ def report_iteration(context: StepContext, iteration: int) -> None:
         publication_uri=publication.uri,
         html=html,
     )
-    _track(context, [("00000-run", run_events(report)), (f"{iteration:05d}-iteration", events)])
+    _track(context, [("00000-run", run_events(report, context.config)), (f"{iteration:05d}-iteration", events)])
     verdict = "validated" if row["validated"] else "rejected"
-    _say_summary(context, f"iteration {iteration}: held-out reward {row['reward_eval']:.3f}, {verdict}", html)
+    summary = f"iteration {iteration}: held-out reward {row['reward_eval']:.3f}, {verdict}"
+    _say_summary(context, summary, html)
+    # Last: a campaign that finds this goes on with the next iteration.
+    ledger.set_iteration_metrics(context.database, context.run_id, iteration, "report", {"summary": summary})
 
 
 def report_run(context: StepContext) -> None:
     report = build_run_report(context.database, context.run_id)
     html = _store_run_page(context, report)
-    _track(context, [(f"{len(report['iterations']):05d}-run-end", final_events(report, html))])
-    validated = sum(row["validated"] is True for row in report["iterations"])
-    last = (report["iterations"] or [report["initial"]])[-1]
-    _say_summary(
-        context,
-        f"{len(report['iterations'])} iterations, {validated} validated, held-out reward {last['reward_eval']:.3f}",
-        html,
-    )
+    judged = [row for row in [report["initial"], *report["iterations"]] if row["reward_eval"] is not None]
+    if not judged:
+        raise DataError(f"run {context.run_id} has no evaluated policy yet; run init_run to its end first")
+    last = judged[-1]
+    if len(judged) == len(report["iterations"]) + 1:  # otherwise an iteration is under way, and this is not the end
+        _track(context, [(f"{last['policy_version']:05d}-run-end", final_events(report, html))])
+    validated = sum(row["validated"] is True for row in judged[1:])
+    summary = f"{len(judged) - 1} iterations, {validated} validated, held-out reward {last['reward_eval']:.3f}"
+    _say_summary(context, summary, html)
 
 
 def _store_run_page(context: StepContext, report: dict[str, Any]) -> str:
@@ -68,10 +71,7 @@ def _store(context: StepContext, key: str, text: str) -> None:
 
 
 def _track(context: StepContext, records: Sequence[tuple[str, Sequence[Event]]]) -> None:
-    settings = context.config.tracking
-    tracker = Tracker(
-        context.store, context.run_id, settings.experiment, settings.budget_s, context.environment.tracking_uri
-    )
+    tracker = open_tracker(context)
     for name, events in records:
         tracker.record(name, events)
     result = tracker.forward()

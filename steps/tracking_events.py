@@ -4,6 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from steps.adapters.spool import Artifact, Event, Metric, Params, RegisteredVersion, RunStatus, Tags
+from steps.adapters.tracking import Tracker
+from steps.config import RunConfig
+from steps.config_loader import config_toml
+from steps.entrypoint import StepContext
 
 PHASE_NAMES = {
     "rollout": "gen",
@@ -16,7 +20,15 @@ PHASE_NAMES = {
 """Names that verl gives to our phases, below `timing_s/`."""
 
 
-def run_events(report: Mapping[str, Any]) -> list[Event]:
+def open_tracker(context: StepContext) -> Tracker:
+    """The tracker of the context's run, as its configuration and environment say."""
+    settings = context.config.tracking
+    return Tracker(
+        context.store, context.run_id, settings.experiment, settings.budget_s, context.environment.tracking_uri
+    )
+
+
+def run_events(report: Mapping[str, Any], config: RunConfig) -> list[Event]:
     """The run itself: its parameters, its configuration, what it runs on, and the score of policy version 0."""
     initial = report["initial"]
     tags = {"config_hash": report["config_hash"]} | {f"version.{name}": v for name, v in report["versions"].items()}
@@ -24,6 +36,7 @@ def run_events(report: Mapping[str, Any]) -> list[Event]:
         RunStatus(state="RUNNING", timestamp_ms=_timestamp_ms(initial)),
         Params(values=flatten(report["config"])),
         Tags(values=tags),
+        Artifact(name="config.toml", text=config_toml(config)),
         *_evaluation_metrics(initial, _timestamp_ms(initial)),
     ]
 

@@ -11,21 +11,27 @@ from moe.update import PolicyTrainer, UpdateStopped
 from moe.update_metrics import BatchMetrics, StepMetrics
 from steps import paths
 from steps.adapters import ledger
-from steps.adapters.publications import MANIFEST_NAME, fetch_folder
+from steps.adapters.publications import fetch_folder
+from steps.adapters.store import NotFound
 from steps.arguments import step_parser
 from steps.batches import load_batch
 from steps.entrypoint import StepContext, execute
 from steps.errors import Interrupted
 from steps.seeds import derive_seed
-from steps.trainers import build_trainer, complete_folders, delete_folder, restore_trainer, store_trainer
+from steps.trainers import build_trainer, complete_folders, delete_folder, is_stored, restore_trainer, store_trainer
 
 
 def train(context: StepContext, iteration: int) -> None:
     prefix = paths.checkpoint_prefix(context.run_id, iteration)
-    if context.store.head(f"{prefix}/{MANIFEST_NAME}") is None:
-        _update(context, iteration, prefix)
-    else:
-        context.say("the checkpoint of this update exists already")
+    try:
+        if is_stored(context, prefix):
+            context.say("the checkpoint of this update exists already")
+        else:
+            _update(context, iteration, prefix)
+    except NotFound:
+        # Another attempt may have finished meanwhile and deleted the state that this one was to continue from.
+        if not is_stored(context, prefix):
+            raise
     for partial in complete_folders(context.store, paths.partial_checkpoints_prefix(context.run_id, iteration)):
         delete_folder(context.store, partial)
     context.output("checkpoint-uri", context.store.uri_of(prefix))
@@ -55,8 +61,9 @@ def _update(context: StepContext, iteration: int, prefix: str) -> None:
         store_trainer(context, trainer, paths.partial_checkpoint_prefix(context.run_id, iteration, done))
         raise Interrupted(f"state saved after optimizer step {done} of the batch; run again to continue") from None
     record = train_record(metrics, len(batch), time.perf_counter() - started_s)
-    store_trainer(context, trainer, prefix)
+    # Before the checkpoint: once that exists, nobody computes the metrics again.
     ledger.set_iteration_metrics(context.database, context.run_id, iteration, "train", record)
+    store_trainer(context, trainer, prefix)
     context.metrics.update(seconds=record["seconds"], samples=len(batch))
     context.say(f"reward {metrics.values['critic/rewards/mean']:.3f}, {record['samples_per_s']:.0f} samples/s")
 
@@ -74,7 +81,7 @@ def train_record(metrics: BatchMetrics, samples: int, seconds: float) -> dict[st
     return {
         "seconds": seconds,
         "samples": samples,
-        "samples_per_s": samples / seconds,
+        "samples_per_s": metrics.values["perf/train_samples_per_s"],
         "expert_max_violation": metrics.values.get("rollout/moe/max_vio"),
         "expert_load": metrics.expert_load_LE,
         "metrics": metrics.values,

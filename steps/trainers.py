@@ -57,6 +57,11 @@ def store_trainer(context: StepContext, trainer: PolicyTrainer, prefix: str) -> 
         return upload_folder(context.store, Path(folder), prefix, extra)
 
 
+def is_stored(context: StepContext, prefix: str) -> bool:
+    """Whether a complete folder lies at `prefix`."""
+    return context.store.head(f"{prefix}/{MANIFEST_NAME}") is not None
+
+
 def complete_folders(store: Store, prefix: str) -> list[str]:
     """Prefixes directly below `prefix` whose manifest exists, in order of their names."""
     ending = f"/{MANIFEST_NAME}"

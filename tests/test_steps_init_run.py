@@ -72,3 +72,39 @@ def test_the_configuration_may_be_a_file_or_lie_in_s3(
     result = steps.init(uri, run="from-s3")
     assert result.code == 0, result.log
     assert weights(steps) == weights(steps, "from-s3")
+
+
+def test_a_kill_before_the_pointer_moved_is_made_good(steps: StepRunner) -> None:
+    steps.init()
+    steps.store.delete([paths.latest_key(RUN)])
+    assert steps.init().code == 0
+    assert steps.step("plan").code == 0
+
+
+def test_a_warm_up_whose_checkpoint_is_stored_is_not_repeated(steps: StepRunner, tmp_path: Path) -> None:
+    assert "warm-up step 30" in steps.init(WARM).log
+    before = weights(steps)
+    steps.database_url = steps.env["MOERL_DATABASE_URL"] = f"sqlite:///{tmp_path}/another.sqlite"
+    result = steps.init(WARM)
+    assert result.code == 0, result.log
+    assert "warm-up step" not in result.log
+    assert weights(steps) == before
+
+
+def test_a_campaign_goes_on_with_the_iteration_that_another_left_half_done(steps: StepRunner) -> None:
+    steps.init()
+    steps.iterate(1)
+    for stage in ("plan", "rollout", "reward", "flush", "train", "publish", "evaluate"):
+        assert steps.step(stage, 2).code == 0
+    assert steps.init().outputs["first-iteration"] == "2"
+    assert steps.step("report", 2).code == 0
+    assert steps.init().outputs["first-iteration"] == "3"
+
+
+def test_a_checkpoint_of_another_alphabet_is_refused_before_anything_is_written(steps: StepRunner) -> None:
+    steps.init()
+    config = TINY_CONFIG.replace("digits = 3\n", 'kind = "two_digit_addition"\n')
+    result = steps.init(config + f'\n[warmup]\nstart = "{published(steps)}"\n', run="second")
+    assert (result.code, result.log.count("\n")) == (65, 1), result.log
+    assert "'+'" in result.log
+    assert not steps.store.list("runs/second")

@@ -21,7 +21,7 @@ def test_training_goes_on_without_a_tracking_server_and_the_spool_is_replayed_la
     steps.env["MLFLOW_TRACKING_URI"] = "http://127.0.0.1:9"
     steps.init()
     steps.iterate(1)
-    assert "2 records wait in the spool" in steps.step("report").log
+    assert "3 records wait in the spool" in steps.step("report").log
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     steps.env["MLFLOW_TRACKING_URI"] = uri
     steps.iterate(2)
@@ -67,3 +67,13 @@ def test_a_run_report_without_an_iteration_shows_the_warm_start(steps: StepRunne
     result = steps.run(["steps.report", "--run", RUN])
     assert result.code == 0, result.log
     assert result.outputs["summary"].startswith("0 iterations, 0 validated")
+
+
+def test_a_run_report_while_an_iteration_is_under_way_does_not_end_the_run(steps: StepRunner, tmp_path: Path) -> None:
+    steps.init()
+    steps.iterate(1)
+    steps.step("plan", 2)
+    result = steps.run(["steps.report", "--run", RUN])
+    assert result.code == 0, result.log
+    assert result.outputs["summary"].startswith("1 iterations")
+    assert not [info for info in steps.store.list(paths.spool_prefix(RUN)) if "run-end" in info.key]
