@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 #
-#   docker build --target control -t argo-moe-rl:0.1.0-control .   # submits, plans, flushes, reports: no torch
+#   docker build --target control -t argo-moe-rl:0.1.0-control .   # submits, plans, scores, reports: no torch
 #   docker build --target cpu     -t argo-moe-rl:0.1.0         .   # every step, on CPU
 #   docker build --target gpu     -t argo-moe-rl:0.1.0-gpu     .   # every step, on NVIDIA GPUs, with DeepEP
 #

@@ -3,6 +3,7 @@
 PYTHON ?= python3
 CONFIG ?= configs/reverse-digits.toml
 ARGS ?=
+PIP_ARGS ?=
 WORKERS ?= 2
 VENV := .venv
 INSTALLED := $(VENV)/.installed
@@ -23,7 +24,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 		|| { echo "make: Python 3.11 or newer is needed; name one with PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || .ci/apt-install python3-venv
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet -r requirements.lock
+	$(VENV)/bin/pip install --quiet -r requirements.lock $(PIP_ARGS)
 	$(VENV)/bin/pip install --quiet --no-deps -e .
 	@touch $@
 

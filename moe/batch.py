@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from moe.divergence import Diverged
+
 _DTYPES = {
     "prompt_ids": torch.int32,
     "prompt_lens_N": torch.int32,
@@ -29,7 +31,8 @@ _DTYPES = {
 class TrainingBatch:
     """N responses; every field is a 1-D CPU tensor, and flat fields hold the rows one after another.
 
-    Raises ValueError naming the field when dtypes, lengths or group indices don't fit together.
+    Raises ValueError naming the field when dtypes, lengths or group indices don't fit together, and Diverged when the
+    sampler's log-probabilities are not finite.
     """
 
     prompt_ids: Tensor
@@ -75,7 +78,7 @@ class TrainingBatch:
                 if len(getattr(self, name)) != int(lens_N.sum()):
                     raise ValueError(f"batch {name}: {len(getattr(self, name))} tokens, {lens} sums to {lens_N.sum()}")
         if not bool(torch.isfinite(self.logprobs).all()):
-            raise ValueError(
+            raise Diverged(
                 "batch logprobs: not all finite; the policy that sampled has diverged, go back to an older one"
             )
         if not torch.equal(torch.unique(self.group_N), torch.arange(self.num_groups, dtype=torch.int32)):

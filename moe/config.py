@@ -4,6 +4,7 @@ Each class is a frozen dataclass that `steps.config` composes into the run's con
 annotations and enforced by pydantic when a configuration is read.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -33,6 +34,28 @@ class ModelConfig:
     max_position_embeddings: Positive = 128
     initializer_range: PositiveFloat = 0.05
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the published weights; training holds them in float32."""
+
+    def problems(self) -> Iterator[str]:
+        """One line, `model.field = value: the rule`, for each rule between the sizes that is broken."""
+        if self.num_experts_per_token > self.num_experts:
+            yield (
+                f"model.num_experts_per_token = {self.num_experts_per_token}: must be at most "
+                f"model.num_experts = {self.num_experts}"
+            )
+        heads = self.num_attention_heads
+        if self.hidden_size % heads:
+            yield f"model.hidden_size = {self.hidden_size}: must be a multiple of model.num_attention_heads = {heads}"
+        elif (self.hidden_size // heads) % 2:
+            yield (
+                f"model.hidden_size = {self.hidden_size}: with model.num_attention_heads = {heads} a head has "
+                f"{self.hidden_size // heads} dimensions; rotary embeddings need an even number"
+            )
+        if heads % self.num_key_value_heads:
+            yield (
+                f"model.num_attention_heads = {heads}: must be a multiple of "
+                f"model.num_key_value_heads = {self.num_key_value_heads}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +67,7 @@ class SamplingConfig:
     max_new_tokens: Positive = 8
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Smallest set of most likely tokens to draw from; below 1 the trainer scores the batch once before it starts."""
     max_prompt_tokens: Positive = 64
 
 

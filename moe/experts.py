@@ -36,6 +36,11 @@ def set_dispatcher(experts: Any, dispatcher: TokenDispatcher) -> None:
     setattr(experts, _DISPATCHER_ATTRIBUTE, dispatcher)
 
 
+def get_dispatcher(experts: Any) -> TokenDispatcher | None:
+    """The dispatcher that `experts` sends its tokens through; None before `set_dispatcher`."""
+    return getattr(experts, _DISPATCHER_ATTRIBUTE, None)
+
+
 def _compute_experts(experts: Any, dispatched: DispatchedTokens) -> Tensor:
     """Feed-forward of each row by its expert: (S, hidden)."""
     rows, ends = dispatched.rows_SH, dispatched.ends_E

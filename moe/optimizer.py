@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.config import OptimizerConfig
+from moe.divergence import Diverged
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -14,9 +15,17 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 class PolicyOptimizer:
     """AdamW over all trainable parameters of `model`."""
 
-    def __init__(self, model: nn.Module, cfg: OptimizerConfig) -> None:
-        self._cfg = cfg
+    def __init__(self, model: nn.Module, cfg: OptimizerConfig, section: str) -> None:
+        """`section` is where the configuration has `cfg`, for messages: "train.optimizer" or "warmup.optimizer".
+
+        Raises ValueError for weights of less than float32: a usual step is smaller than half the gap between two
+        bfloat16 values and would round to nothing.
+        """
+        self._cfg, self._section = cfg, section
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for name, parameter in self._parameters.items():
+            if parameter.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"weight {name} is {parameter.dtype}: load the model with dtype float32 to train it")
         # One fused pass is about three times faster than foreach, on CPU too.
         self._adamw = torch.optim.AdamW(
             list(self._parameters.values()),
@@ -36,15 +45,15 @@ class PolicyOptimizer:
     def step(self, loss: float) -> float:
         """Clip the accumulated gradients, apply and clear them; returns their norm before clipping.
 
-        Raises ValueError when `loss`, whose gradients they are, or the norm is not finite (clamps can hide the one from
+        Raises Diverged when `loss`, whose gradients they are, or the norm is not finite (clamps can hide the one from
         the other); the weights are then untouched.
         """
         norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self._cfg.max_grad_norm))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._adamw.zero_grad(set_to_none=True)
-            raise ValueError(
-                f"optimizer.learning_rate {self._cfg.learning_rate}: the loss became {loss} and its gradient's norm "
-                f"{norm}; lower it"
+            raise Diverged(
+                f"{self._section}.learning_rate = {self._cfg.learning_rate}: the loss became {loss} and its gradient's "
+                f"norm {norm}; lower it"
             )
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)

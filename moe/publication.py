@@ -3,29 +3,39 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _PROCESS_KEYS = ("_experts_implementation", "experts_implementation", "_attn_implementation", "auto_map")
 """Settings of the process that wrote the folder, not of the model."""
 
 
-def save_publication(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_publication(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: str | None = None
+) -> None:
     """Write config.json, the tokenizer's files and safetensors with one tensor an expert (the hub's names) to `folder`.
 
-    transformers 5 names the expert count `num_local_experts`, moves theta into `rope_parameters` and calls its fast
-    tokenizer class `TokenizersBackend`; earlier releases know none of the three, and fail or silently take a default.
-    The files carry the earlier names too, which all releases read.
+    The weights are written in `dtype` ("float32", "bfloat16"; None: the model's own); the model stays as it is.
+    transformers 5 names the expert count `num_local_experts` and the dtype `dtype`, moves theta into `rope_parameters`
+    and calls its fast tokenizer class `TokenizersBackend`; earlier releases know none of these, and fail or silently
+    take a default. The files carry the earlier names too, which all releases read.
+
+    Raises ValueError for a `dtype` that does not exist.
     """
+    stored = model.dtype if dtype is None else getattr(torch, dtype, None)
+    if not isinstance(stored, torch.dtype) or not stored.is_floating_point:
+        raise ValueError(f"dtype {dtype!r} of a publication does not exist: use float32, bfloat16 or float16")
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=_cast(model.state_dict(), stored))
     tokenizer.save_pretrained(folder)
-    _rewrite(folder / "config.json", _portable_config)
+    _rewrite(folder / "config.json", partial(_portable_config, dtype=str(stored).removeprefix("torch.")))
     _rewrite(folder / "tokenizer_config.json", _portable_tokenizer_config)
 
 
@@ -49,7 +59,17 @@ def weights_sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _portable_config(config: dict[str, Any]) -> None:
+def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The floating-point tensors of a state dict in `dtype`; shared ones (tied weights) stay shared."""
+    cast: dict[int, Tensor] = {}
+    for tensor in state.values():
+        if tensor.data_ptr() not in cast:
+            cast[tensor.data_ptr()] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return {name: cast[tensor.data_ptr()] for name, tensor in state.items()}
+
+
+def _portable_config(config: dict[str, Any], dtype: str) -> None:
+    config["dtype"] = config["torch_dtype"] = dtype
     for key in _PROCESS_KEYS:
         config.pop(key, None)
     if "num_local_experts" in config:
@@ -69,6 +89,6 @@ def _rewrite(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     """Apply `edit` to a JSON file; a reader sees the old content or the new, never a part."""
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     edit(content)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from moe.config import SamplingConfig
 from moe.decoder import DecodingSession, PromptBatch, build_decoder
+from moe.divergence import Diverged
 
 _COMPACT_BELOW = 0.5
 """Finished rows are dropped from the batch when at most this share of its rows is still being sampled."""
@@ -62,8 +63,8 @@ class Sampler:
 
         Equal consecutive prompts (a group) are prefilled once. `greedy` takes the most likely token; its
         log-probability is still the one under temperature and top-p. Raises SamplingStopped when `stop`, polled each
-        decode step, returns True, and ValueError for a prompt that is empty or too long and for weights that are not
-        finite.
+        decode step, returns True, ValueError for a prompt that is empty or too long, and Diverged when
+        log-probabilities are not finite.
         """
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds: {len(seeds)} for {len(prompts)} prompts; give one a prompt")
@@ -85,14 +86,15 @@ class Sampler:
             raise ValueError("prompt: a prompt has no tokens; give it at least one")
         if longest > cfg.max_prompt_tokens:
             raise ValueError(
-                f"sampling.max_prompt_tokens {cfg.max_prompt_tokens}: a prompt has {longest} tokens; "
+                f"rollout.sampling.max_prompt_tokens {cfg.max_prompt_tokens}: a prompt has {longest} tokens; "
                 "shorten it or raise the limit"
             )
         positions = self._model.config.get_text_config().max_position_embeddings
         if longest + cfg.max_new_tokens > positions:
             raise ValueError(
-                f"sampling.max_new_tokens {cfg.max_new_tokens}: with a prompt of {longest} tokens it exceeds the "
-                f"model's {positions} positions; lower it, shorten the prompt or raise model.max_position_embeddings"
+                f"rollout.sampling.max_new_tokens {cfg.max_new_tokens}: with a prompt of {longest} tokens it exceeds "
+                f"the model's {positions} positions; lower it, shorten the prompt or raise "
+                "model.max_position_embeddings"
             )
 
     def _group(self, prompts: Sequence[Sequence[int]]) -> PromptBatch:
@@ -150,9 +152,7 @@ class Sampler:
 
     def _responses(self, tokens_TB: Tensor, logprobs_TB: Tensor) -> list[SampledResponse]:
         if not bool(torch.isfinite(logprobs_TB).all()):
-            raise ValueError(
-                "model: log-probabilities are not finite; the weights diverged, use an earlier policy version"
-            )
+            raise Diverged("model: log-probabilities are not finite; the weights diverged, use an earlier version")
         rows = zip(tokens_TB.t().tolist(), logprobs_TB.t().tolist(), strict=True)
         return [_cut(tokens, logprobs, self._stop_ids) for tokens, logprobs in rows]
 

@@ -6,6 +6,9 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from moe.pretrained import reading
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<pad>", "<bos>", "<eos>"
 
 
@@ -35,11 +38,23 @@ def build_char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder, of this or any other kind. Raises ValueError when there is none."""
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except OSError as error:
-        raise ValueError(f"tokenizer of {folder}: {str(error).splitlines()[0]}") from error
+    """The tokenizer of a Hugging Face folder, of this or any other kind; it pads with eos when it has no pad token.
+
+    Raises ValueError of one line when the folder has no tokenizer or a corrupt one, or the tokenizer has no eos token.
+    """
+    # Without any file, transformers makes up an empty tokenizer of the model's type.
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(
+            f"tokenizer of {folder}: none of {', '.join(_TOKENIZER_FILES)} is there; save one with the model"
+        )
+    with reading("tokenizer", folder):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer of {folder}: it has no eos token, so no response could end; set eos_token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 

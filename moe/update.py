@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from moe.advantages import GroupAdvantages, compute_advantages
 from moe.batch import BatchCutter, MicroBatch, TrainingBatch, mini_batches
 from moe.config import LossConfig, MoeConfig, OptimizerConfig, SamplingConfig, UpdateConfig
+from moe.divergence import Diverged
 from moe.forward import ResponseScorer, ResponseScores
 from moe.losses import correction_weights, k3_kl, log_ratio, policy_loss, token_weights
 from moe.optimizer import PolicyOptimizer
@@ -73,18 +74,15 @@ class PolicyTrainer:
         sampling: SamplingConfig,
         reference_model: PreTrainedModel | None = None,
     ) -> None:
-        """`sampling` tells the temperature and the longest response.
+        """`sampling` tells the temperature, the nucleus and the longest response.
 
-        Raises ValueError when the update has a single optimizer step, or a KL is asked for without a reference model.
+        `model` must be in float32, and `reference_model` on its device. A KL needs `reference_model`, but only to run a
+        batch. Raises ValueError when the update has a single optimizer step.
         """
         if update.epochs * update.optimizer_steps_per_epoch < 2:
             raise ValueError(
-                f"train.update.optimizer_steps_per_epoch {update.optimizer_steps_per_epoch}: with one optimizer step a "
-                "batch the ratio is 1 and the clip inert; use at least 2"
-            )
-        if loss.kl_coefficient > 0 and reference_model is None:
-            raise ValueError(
-                f"train.loss.kl_coefficient {loss.kl_coefficient}: it needs a reference model; pass one, or use 0"
+                f"train.update.optimizer_steps_per_epoch = {update.optimizer_steps_per_epoch}: with one optimizer step "
+                "a batch the ratio is 1 and the clip inert; use at least 2"
             )
         self.model = model
         self.global_step = 0
@@ -93,7 +91,7 @@ class PolicyTrainer:
         self._reference = None
         if reference_model is not None and loss.kl_coefficient > 0:
             self._reference = ResponseScorer(reference_model, sampling.temperature)
-        self._optimizer = PolicyOptimizer(model, optimizer)
+        self._optimizer = PolicyOptimizer(model, optimizer, "train.optimizer")
         self._pad_id = int(model.config.pad_token_id or 0)
         self._start_afresh()
 
@@ -121,9 +119,14 @@ class PolicyTrainer:
 
         Raises UpdateStopped between two optimizer steps when `should_stop()` says so (not after the last one);
         calling again with the same batch and seed and `start_step` = `batch_step` goes on exactly there. Raises
-        ValueError when `start_step` or `seed` is not the interrupted batch's, and when the gradient is not finite.
+        ValueError when `start_step` or `seed` is not the interrupted batch's or a KL has no reference model, and
+        Diverged when the loss, its gradient or a log-probability is not finite.
         """
         started = time.monotonic()
+        if self._loss.kl_coefficient > 0 and self._reference is None:
+            raise ValueError(
+                f"train.loss.kl_coefficient = {self._loss.kl_coefficient} needs a reference model: give one or use 0"
+            )
         self._check_resume(seed, start_step)
         self.model.train()
         cutter = BatchCutter(batch, self._pad_id, self.model.device)
@@ -157,12 +160,17 @@ class PolicyTrainer:
             raise ValueError(f"seed {seed}: the interrupted batch was started with seed {self._batch_seed}")
 
     def _begin(self, batch: TrainingBatch, cutter: BatchCutter, first_rows: Sequence[int], seed: int) -> None:
-        """Measure the mismatch with the sampler and, for a correction, freeze pi_old before any step is taken."""
+        """Measure the mismatch with the sampler and, where needed, freeze pi_old before any step is taken.
+
+        A correction needs the trainer's own pi_old. So does `top_p` < 1: the sampler's log-probabilities are then of
+        the nucleus alone, and a ratio of the whole vocabulary to them would be the nucleus's probability, not 1, at the
+        first step.
+        """
         self._batch_seed = seed
         rows = _usable(batch, first_rows)[:MISMATCH_ROWS].tolist()
         logprobs, seen = self._score_without_gradient(self._scorer, cutter, rows, batch)
         self._before = mismatch_metrics(logprobs[seen], batch.logprobs[seen])
-        if self._loss.correction != "none":
+        if self._loss.correction != "none" or self._sampling.top_p < 1.0:
             self._old_logprobs, _ = self._score_without_gradient(self._scorer, cutter, range(len(batch)), batch)
 
     @torch.no_grad()
@@ -176,6 +184,11 @@ class PolicyTrainer:
             flat = micro.flat_BR[mask_BR.cpu()]
             logprobs[flat] = scorer.score(micro).logprobs_BR[mask_BR].cpu()
             seen[flat] = True
+        if not bool(torch.isfinite(logprobs).all()):
+            raise Diverged(
+                "model: log-probabilities are not finite; the weights diverged, go back to an earlier version and "
+                "lower train.optimizer.learning_rate"
+            )
         return logprobs, seen
 
     def _targets(self, batch: TrainingBatch, cutter: BatchCutter, groups: GroupAdvantages) -> _Targets:

@@ -53,13 +53,14 @@ def run_warmup(
     """Train `model` in place on (prompt, answer) pairs, the end-of-sequence token appended to each answer.
 
     Every `check_every` steps, and after the last one, `evaluate()` measures the held-out reward; training stops as soon
-    as it reaches `stop_reward`. Equal arguments give bit-identical weights. Raises ValueError without demonstrations or
-    for one that the tokenizer can't encode.
+    as it reaches `stop_reward`. Equal arguments give bit-identical weights. Runs on the model's device, in float32.
+    Raises ValueError without demonstrations or for one that the tokenizer can't encode, and Diverged when the loss or
+    its gradient is not finite.
     """
     if not demonstrations:
         raise ValueError("warmup.max_steps: there are no demonstrations; give answers in the data set, or use 0 steps")
     encoded = [_encode(tokenizer, prompt, answer) for prompt, answer in demonstrations]
-    scorer, adamw = ResponseScorer(model), PolicyOptimizer(model, optimizer)
+    scorer, adamw = ResponseScorer(model), PolicyOptimizer(model, optimizer, "warmup.optimizer")
     order = _shuffled_forever(len(encoded), seed)
     reward = 0.0
     for step in range(1, max_steps + 1):

@@ -74,6 +74,7 @@ class RolloutConfig:
 
     engine: Literal["torch"] = "torch"
     workers: Positive = 2
+    """Pods that sample in parallel, unless whoever submits the workflow says otherwise."""
     prompts_per_iteration: Positive = 64
     group_size: Annotated[int, Field(ge=2)] = 16
     prompts_per_unit: Positive = 16
@@ -91,6 +92,7 @@ class RewardConfig:
     __pydantic_config__ = {"extra": "forbid"}
 
     workers: Positive = 1
+    """Pods that score in parallel, unless whoever submits the workflow says otherwise."""
     timeout_s: PositiveFloat = 10.0
     """Wall time for one sample; beyond it the reward status is `timeout`."""
     lease_s: PositiveFloat = 60.0

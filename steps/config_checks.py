@@ -4,7 +4,6 @@ import difflib
 import re
 from collections.abc import Iterator
 
-from moe.config import ModelConfig
 from steps.config import RunConfig, TaskConfig
 from steps.tasks.procedural import problem_count
 
@@ -16,7 +15,7 @@ def cross_field_problems(cfg: RunConfig) -> list[str]:
     """One line, `dotted.path = value: what is wrong and what is allowed`, for each rule that is broken."""
     problems = [*_task_problems(cfg.task), *_verifier_problems(cfg.task), *_size_problems(cfg), *_train_problems(cfg)]
     if cfg.warmup.start == "random":
-        problems += _model_problems(cfg.model)
+        problems += cfg.model.problems()
         problems += _length_problems(cfg)
     return problems
 
@@ -68,6 +67,12 @@ def _train_problems(cfg: RunConfig) -> Iterator[str]:
             f"train.update.optimizer_steps_per_epoch = {train.update.optimizer_steps_per_epoch}: must be at most "
             f"rollout.prompts_per_iteration = {prompts}, because a mini-batch holds whole groups"
         )
+    if train.update.epochs * train.update.optimizer_steps_per_epoch < 2:
+        yield (
+            f"train.update.optimizer_steps_per_epoch = {train.update.optimizer_steps_per_epoch}: times "
+            f"train.update.epochs = {train.update.epochs} it must be at least 2; with a single optimizer step a batch "
+            "the ratio is 1 and the clip never acts"
+        )
     if train.loss.icepop_low >= train.loss.icepop_high:
         yield (
             f"train.loss.icepop_low = {train.loss.icepop_low:g}: must be below "
@@ -76,27 +81,6 @@ def _train_problems(cfg: RunConfig) -> Iterator[str]:
     for path, optimizer in (("train.optimizer", train.optimizer), ("warmup.optimizer", cfg.warmup.optimizer)):
         if max(optimizer.betas) >= 1.0:
             yield f"{path}.betas = {list(optimizer.betas)}: both must be below 1"
-
-
-def _model_problems(model: ModelConfig) -> Iterator[str]:
-    if model.num_experts_per_token > model.num_experts:
-        yield (
-            f"model.num_experts_per_token = {model.num_experts_per_token}: must be at most "
-            f"model.num_experts = {model.num_experts}"
-        )
-    heads = model.num_attention_heads
-    if model.hidden_size % heads:
-        yield f"model.hidden_size = {model.hidden_size}: must be a multiple of model.num_attention_heads = {heads}"
-    elif (model.hidden_size // heads) % 2:
-        yield (
-            f"model.hidden_size = {model.hidden_size}: with model.num_attention_heads = {heads} a head has "
-            f"{model.hidden_size // heads} dimensions; rotary embeddings need an even number"
-        )
-    if heads % model.num_key_value_heads:
-        yield (
-            f"model.num_attention_heads = {heads}: must be a multiple of "
-            f"model.num_key_value_heads = {model.num_key_value_heads}"
-        )
 
 
 def _length_problems(cfg: RunConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
+from moe.divergence import Diverged
 from steps import paths
 from steps.adapters import ledger
 from steps.adapters.database import Database, open_database
@@ -20,7 +21,7 @@ from steps.adapters.store import Store, explained_os_errors, open_store
 from steps.config import RunConfig
 from steps.config_loader import config_from_json, prepare_validation
 from steps.environment import StepEnvironment, package_versions, read_environment
-from steps.errors import StepError
+from steps.errors import ConfigError, StepError
 from steps.interruption import Interruption
 
 # Done at import, so that a step forked from a process that holds this module doesn't pay for it again.
@@ -142,6 +143,10 @@ def _run_body(body: Callable[[StepContext], None], context: StepContext) -> tupl
     except StepError as error:
         _explain(context.step, error)
         return error.exit_code, str(error)
+    except Diverged as error:  # the user's settings led here, and the message names the one to change
+        refusal = ConfigError(str(error))
+        _explain(context.step, refusal)
+        return refusal.exit_code, str(refusal)
     except Exception as error:  # a bug: it keeps its traceback, and the ledger learns that the attempt failed
         traceback.print_exc()
         return 1, f"{type(error).__name__}: {error}"

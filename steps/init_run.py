@@ -4,7 +4,7 @@ Version 0 is a random model, a Hugging Face checkpoint, or either of them after 
 answers. Running it again for the same run changes nothing; with another configuration it is refused.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from steps import paths
 from steps.adapters import ledger
@@ -26,7 +26,16 @@ from steps.tracking_events import open_tracker
 from steps.trainers import is_stored, new_trainer, restore_trainer, store_trainer
 
 
-def init_run(context: StepContext, config_source: str, iterations: int) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """What whoever submits may set without a new configuration; 0: what the configuration says."""
+
+    iterations: int
+    rollout_workers: int
+    reward_workers: int
+
+
+def init_run(context: StepContext, config_source: str, counts: Counts) -> None:
     config = _read_config(context, config_source)
     load_verifier(config.task)
     publication = ledger.find_publication(context.database, context.run_id, 0)
@@ -42,7 +51,9 @@ def init_run(context: StepContext, config_source: str, iterations: int) -> None:
     open_tracker(context).record(f"{finished:05d}-start", [RunStatus(state="RUNNING", timestamp_ms=now_ms)])
     context.output("policy-version", finished)
     context.output("first-iteration", finished + 1)
-    context.output("iterations", iterations or config.iterations)
+    context.output("iterations", counts.iterations or config.iterations)
+    context.output("rollout-workers", counts.rollout_workers or config.rollout.workers)
+    context.output("reward-workers", counts.reward_workers or config.reward.workers)
 
 
 def _last_finished_iteration(context: StepContext) -> int:
@@ -79,7 +90,9 @@ def _make_run(context: StepContext, config: RunConfig) -> Publication:
         if config.warmup.max_steps:
             warm_up(context, config, dataset, policy)
         store_trainer(context, trainer, prefix)
-    return publish_policy(context, policy.model, policy.tokenizer, version=0, parent=None, batch_sha256=None)
+    return publish_policy(
+        context, policy.model, policy.tokenizer, version=0, parent=None, batch_sha256=None, dtype=policy.dtype
+    )
 
 
 def _record_run(context: StepContext, config: RunConfig) -> None:
@@ -109,11 +122,17 @@ def _freeze(context: StepContext, key: str, data: bytes) -> None:
 def main() -> None:
     parser = step_parser("init_run", __doc__, iteration=False)
     parser.add_argument("--config", required=True, help="TOML text, or the path or s3:// URI of a TOML file")
-    parser.add_argument("--iterations", type=natural_int, default=0, help="iterations to run; 0: what the config says")
+    for name in ("iterations", "rollout-workers", "reward-workers"):
+        parser.add_argument(f"--{name}", type=natural_int, default=0, help="0: what the configuration says")
     arguments = parser.parse_args()
+    counts = Counts(
+        iterations=arguments.iterations,
+        rollout_workers=arguments.rollout_workers,
+        reward_workers=arguments.reward_workers,
+    )
     execute(
         "init_run",
-        lambda context: init_run(context, arguments.config, arguments.iterations),
+        lambda context: init_run(context, arguments.config, counts),
         run_id=arguments.run,
         prepare=lambda environment: migrate(environment.database_url),
     )

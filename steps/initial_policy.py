@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from moe.model import attach_dispatcher, build_model, load_model
+from moe.model import attach_dispatcher, build_model, default_device, load_model, stored_dtype
 from moe.tokenizer import build_char_tokenizer, encode_prompt, load_tokenizer
 from moe.warmup import WarmupProgress, run_warmup
 from steps.adapters.engines.torch_engine import TorchEngine
@@ -17,6 +17,7 @@ from steps.entrypoint import StepContext
 from steps.errors import ConfigError, DataError
 from steps.policies import score_held_out
 from steps.seeds import derive_seed
+from steps.tasks.catalog import demonstrations
 from steps.tasks.dataset import Dataset
 
 
@@ -26,6 +27,8 @@ class InitialPolicy:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
+    dtype: str
+    """Of its publications; the model itself is float32, as training needs it."""
 
 
 def build_initial_policy(context: StepContext, config: RunConfig, dataset: Dataset) -> InitialPolicy:
@@ -35,6 +38,7 @@ def build_initial_policy(context: StepContext, config: RunConfig, dataset: Datas
     """
     torch.set_num_threads(config.train.update.threads)
     policy = _random_policy(config, dataset) if config.warmup.start == "random" else _loaded_policy(context, config)
+    policy.model.to(default_device())
     attach_dispatcher(policy.model, config.moe)
     _check_prompts(config, dataset, policy)
     return policy
@@ -43,7 +47,7 @@ def build_initial_policy(context: StepContext, config: RunConfig, dataset: Datas
 def _random_policy(config: RunConfig, dataset: Dataset) -> InitialPolicy:
     tokenizer = build_char_tokenizer(dataset.alphabet)
     model = build_model(config.model, vocab_size=len(tokenizer), seed=derive_seed("model", config.seed))
-    return InitialPolicy(model=model, tokenizer=tokenizer)
+    return InitialPolicy(model=model, tokenizer=tokenizer, dtype=config.model.dtype)
 
 
 def _loaded_policy(context: StepContext, config: RunConfig) -> InitialPolicy:
@@ -52,7 +56,8 @@ def _loaded_policy(context: StepContext, config: RunConfig) -> InitialPolicy:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"warmup.start = {start!r}: no config.json there; give `random` or a Hugging Face folder")
     try:
-        return InitialPolicy(model=load_model(folder), tokenizer=load_tokenizer(folder))
+        model = load_model(folder, dtype="float32")
+        return InitialPolicy(model=model, tokenizer=load_tokenizer(folder), dtype=stored_dtype(folder))
     except ValueError as error:
         raise DataError(f"warmup.start = {start!r}: {error}") from None
 
@@ -70,6 +75,8 @@ def _download(context: StepContext, uri: str) -> Path:
 
 def _check_prompts(config: RunConfig, dataset: Dataset, policy: InitialPolicy) -> None:
     """Refuse a prompt that no worker could sample from, and an answer that the warm-up could not show."""
+    if config.warmup.max_steps:
+        demonstrations(config.task, dataset)
     limit = config.rollout.sampling.max_prompt_tokens
     for prompt in (*dataset.train, *dataset.heldout):
         try:
@@ -101,9 +108,6 @@ def warm_up(context: StepContext, config: RunConfig, dataset: Dataset, policy: I
     """Train `policy` in place on the task's answers until the held-out reward reaches `warmup.stop_reward`."""
     started_s = time.perf_counter()
     prompts = dataset.heldout[: config.evaluate.max_prompts]
-    demonstrations = [(prompt.text, prompt.answer) for prompt in dataset.train if prompt.answer]
-    if not demonstrations:
-        raise ConfigError("warmup.max_steps: the task's prompts have no answers to learn from; set it to 0")
 
     def held_out_reward() -> float:
         context.interruption.check()
@@ -117,7 +121,7 @@ def warm_up(context: StepContext, config: RunConfig, dataset: Dataset, policy: I
     result = run_warmup(
         policy.model,
         policy.tokenizer,
-        demonstrations,
+        demonstrations(config.task, dataset),
         optimizer=config.warmup.optimizer,
         max_steps=config.warmup.max_steps,
         stop_reward=config.warmup.stop_reward,

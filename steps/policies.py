@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from moe.publication import save_publication, weights_sha256
 from steps import paths
 from steps.adapters import ledger
+from steps.adapters.engines import catalog as engines
 from steps.adapters.engines.base import Engine
-from steps.adapters.engines.torch_engine import TorchEngine
 from steps.adapters.publications import fetch_folder, move_pointer, upload_folder
 from steps.config import GateConfig, RunConfig
 from steps.entrypoint import StepContext
@@ -24,7 +24,8 @@ from steps.tasks.scoring import score
 
 def load_engine(context: StepContext, policy_version: int) -> Engine:
     """Fetch and verify the publication, and start the configured engine on it."""
-    return TorchEngine.load(fetch_publication(context, policy_version), policy_version)
+    name = context.config.rollout.engine
+    return engines.load_engine(name, fetch_publication(context, policy_version), policy_version)
 
 
 def fetch_publication(context: StepContext, policy_version: int) -> Path:
@@ -41,8 +42,9 @@ def publish_policy(
     version: int,
     parent: int | None,
     batch_sha256: str | None,
+    dtype: str,
 ) -> Publication:
-    """Write the publication (manifest last), record it, then move `latest` forward.
+    """Write the publication in `dtype` (manifest last), record it, then move `latest` forward.
 
     Nothing in the manifest depends on the attempt, so that a second attempt writes the same bytes and agrees with the
     first one wherever that was killed.
@@ -50,7 +52,7 @@ def publish_policy(
     prefix = paths.publication_prefix(context.run_id, version)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        save_publication(model, tokenizer, folder)
+        save_publication(model, tokenizer, folder, dtype)
         weights = weights_sha256(folder)
         manifest = upload_folder(
             context.store,

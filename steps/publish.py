@@ -3,6 +3,7 @@
 Trainer states that no later iteration needs are deleted afterwards (`train.keep_checkpoints`).
 """
 
+from moe.model import stored_dtype
 from moe.tokenizer import load_tokenizer
 from steps import paths
 from steps.adapters import buffer, ledger
@@ -18,13 +19,15 @@ def publish(context: StepContext, iteration: int) -> None:
         plan = ledger.get_iteration(context.database, context.run_id, iteration)
         trainer = build_trainer(context, plan.policy_version)
         restore_trainer(context, trainer, paths.checkpoint_prefix(context.run_id, iteration))
+        parent = fetch_publication(context, plan.policy_version)
         publication = publish_policy(
             context,
             trainer.model,
-            load_tokenizer(fetch_publication(context, plan.policy_version)),
+            load_tokenizer(parent),
             version=iteration,
             parent=plan.policy_version,
             batch_sha256=buffer.get_batch(context.database, context.run_id, iteration).manifest_sha256,
+            dtype=stored_dtype(parent),
         )
     else:
         point_to(context, paths.latest_key(context.run_id), publication)

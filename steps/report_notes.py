@@ -19,10 +19,11 @@ def run_notes(report: Mapping[str, Any]) -> list[str]:
 
 
 def _transport(report: Mapping[str, Any]) -> str:
-    dispatcher = report["config"]["moe"]["dispatcher"]
-    if dispatcher == "local":
-        return "Experts: all on one rank (dispatcher local), so no token crossed a network and no transport was used."
-    return f"Experts: dispatcher {dispatcher}."
+    requested = report["config"]["moe"]["dispatcher"]
+    seen = [row["transport"] for row in report["iterations"] if row.get("transport")]
+    observed = seen[-1]["observed"] if seen else "not trained yet"
+    note = f"Experts: dispatcher {requested} requested, {observed} observed"
+    return f"{note}; all on one rank, so no token crossed a network." if requested == "local" else f"{note}."
 
 
 def _bottleneck(iterations: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -89,6 +89,7 @@ def _entry(
         "train_samples_per_s": training.get("samples_per_s"),
         "expert_max_violation": training.get("expert_max_violation"),
         "expert_load": training.get("expert_load"),
+        "transport": training.get("transport"),
         "interruptions": sum(1 for attempt in attempts if attempt.interrupted),
         "retries": sum(1 for attempt in attempts if attempt.is_retry),
         "weights_sha256": None if publication is None else publication.weights_sha256,

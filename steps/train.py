@@ -7,6 +7,7 @@ and ends with the same weights, bit for bit.
 import time
 from typing import Any
 
+from moe.model import transport_report
 from moe.update import PolicyTrainer, UpdateStopped
 from moe.update_metrics import BatchMetrics, StepMetrics
 from steps import paths
@@ -61,6 +62,7 @@ def _update(context: StepContext, iteration: int, prefix: str) -> None:
         store_trainer(context, trainer, paths.partial_checkpoint_prefix(context.run_id, iteration, done))
         raise Interrupted(f"state saved after optimizer step {done} of the batch; run again to continue") from None
     record = train_record(metrics, len(batch), time.perf_counter() - started_s)
+    record["transport"] = transport_report(trainer.model)
     # Before the checkpoint: once that exists, nobody computes the metrics again.
     ledger.set_iteration_metrics(context.database, context.run_id, iteration, "train", record)
     store_trainer(context, trainer, prefix)

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from moe.checkpoint import load_trainer_state, save_trainer_state
-from moe.model import attach_dispatcher, load_model
+from moe.model import attach_dispatcher, default_device, load_model
 from moe.update import PolicyTrainer
 from steps.adapters.publications import MANIFEST_NAME, Manifest, fetch_folder, upload_folder
 from steps.adapters.store import Store
@@ -17,19 +17,25 @@ from steps.policies import fetch_publication
 
 
 def build_trainer(context: StepContext, version: int) -> PolicyTrainer:
-    """A trainer on the model of one published version; its state is still to be restored."""
+    """A trainer on the model of one published version; its state is still to be restored.
+
+    It holds the weights in float32, whatever the publication's dtype, on the GPU when there is one.
+    """
     config = context.config
     torch.set_num_threads(config.train.update.threads)
-    model = load_model(fetch_publication(context, version))
+    device = default_device()
+    model = load_model(fetch_publication(context, version), dtype="float32").to(device)
     attach_dispatcher(model, config.moe)
-    reference = load_model(fetch_publication(context, 0)) if config.train.loss.kl_coefficient > 0 else None
+    reference = None
+    if config.train.loss.kl_coefficient > 0:
+        reference = load_model(fetch_publication(context, 0), dtype="float32").to(device)
     return new_trainer(config, model, reference)
 
 
 def new_trainer(
     config: RunConfig, model: torch.nn.Module, reference_model: torch.nn.Module | None = None
 ) -> PolicyTrainer:
-    """A trainer with fresh optimizer state."""
+    """A trainer with fresh optimizer state on a float32 model; without a reference it can't run a batch with a KL."""
     return PolicyTrainer(
         model,
         loss=config.train.loss,

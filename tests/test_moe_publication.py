@@ -6,13 +6,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from moe.config import ModelConfig, SamplingConfig
-from moe.model import build_model, load_model
+from moe.batch import TrainingBatch
+from moe.config import LossConfig, ModelConfig, MoeConfig, OptimizerConfig, SamplingConfig, UpdateConfig
+from moe.model import build_model, load_model, stored_dtype
 from moe.publication import save_publication, weights_sha256
 from moe.sampler import Sampler
 from moe.tokenizer import build_char_tokenizer, encode_prompt
+from moe.update import PolicyTrainer
 
 torch.set_num_threads(1)
 ALPHABET = "0123456789>ab"
@@ -107,3 +109,72 @@ def test_the_checksum_sees_every_change(change: str, folder: Path, tmp_path: Pat
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no .safetensors"):
         weights_sha256(tmp_path)
+
+
+def _batch(model: PreTrainedModel, sampling: SamplingConfig) -> TrainingBatch:
+    prompts = [[1, 3 + row // 4] for row in range(32)]
+    rows = Sampler(model, (2,), 0).sample(prompts, range(32), sampling)
+    return TrainingBatch.from_rows(
+        prompts=prompts,
+        responses=[row.response_ids for row in rows],
+        logprobs=[row.logprobs for row in rows],
+        versions=[[0] * len(row.response_ids) for row in rows],
+        rewards=[float(row.response_ids[0] % 3) for row in rows],
+        groups=[row // 4 for row in range(32)],
+    )
+
+
+def test_a_bfloat16_policy_trains_in_float32_and_is_published_in_bfloat16(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    tokenizer, sampling = build_char_tokenizer(ALPHABET), SamplingConfig(max_new_tokens=6)
+    save_publication(model, tokenizer, tmp_path / "0", dtype="bfloat16")
+    assert model.dtype == torch.float32
+    sampled = load_model(tmp_path / "0")
+    assert (sampled.dtype, stored_dtype(tmp_path / "0")) == (torch.bfloat16, "bfloat16")
+    policy = load_model(tmp_path / "0", dtype="float32")
+    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    trainer = PolicyTrainer(
+        policy,
+        loss=LossConfig(),
+        optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=0),
+        update=UpdateConfig(optimizer_steps_per_epoch=4),
+        moe=MoeConfig(),
+        sampling=sampling,
+    )
+    trainer.run_batch(_batch(sampled, sampling), 0, 0, lambda step: None, lambda: False)
+    changed = sum(int((parameter != before[name]).sum()) for name, parameter in policy.named_parameters())
+    # Tokens of the vocabulary that no response holds have no gradient in the embedding.
+    assert changed > 0.9 * sum(parameter.numel() for parameter in before.values())
+    save_publication(policy, tokenizer, tmp_path / "1", dtype=stored_dtype(tmp_path / "0"))
+    published = load_model(tmp_path / "1")
+    assert published.dtype == torch.bfloat16
+    want = policy.state_dict()
+    assert all(torch.equal(tensor, want[name].bfloat16()) for name, tensor in published.state_dict().items())
+    assert {tensor.dtype for tensor in load_file(tmp_path / "1" / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "1" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_tied_weights_are_written_once_in_another_dtype(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=16,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        tie_word_embeddings=True,
+    )
+    save_publication(AutoModelForCausalLM.from_config(config), build_char_tokenizer("a"), tmp_path, dtype="bfloat16")
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert load_model(tmp_path).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float31", "int8", "nn"])
+def test_an_impossible_dtype_is_refused(model: PreTrainedModel, dtype: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"dtype '{dtype}'"):
+        save_publication(model, build_char_tokenizer("a"), tmp_path, dtype=dtype)

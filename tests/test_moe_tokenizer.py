@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from moe.tokenizer import build_char_tokenizer, decode_response, encode_prompt
+from moe.tokenizer import build_char_tokenizer, decode_response, encode_prompt, load_tokenizer
 
 ALPHABET = "\n 0123456789+->=<eos"
 
@@ -62,3 +62,33 @@ def test_another_tokenizer_encodes_by_its_own_rules() -> None:
     backend.train_from_iterator(["hello hello hello world"], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     assert encode_prompt(tokenizer, "hello world") == tokenizer("hello world").input_ids
+
+
+def _save(folder: Path, **special_tokens: str) -> None:
+    backend = Tokenizer(models.WordLevel({"<end>": 0, "a": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special_tokens).save_pretrained(folder)
+
+
+def test_a_tokenizer_without_a_pad_token_pads_with_its_end(tmp_path: Path) -> None:
+    _save(tmp_path, eos_token="<end>")
+    assert load_tokenizer(tmp_path).pad_token_id == 0
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path)
+    with pytest.raises(ValueError, match="no eos token"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", ""])
+def test_a_corrupt_tokenizer_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    build_char_tokenizer(ALPHABET).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=r"^tokenizer of [^\n]*$"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    with pytest.raises(ValueError, match="none of tokenizer.json"):
+        load_tokenizer(tmp_path)

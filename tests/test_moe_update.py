@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from moe.batch import BatchCutter, TrainingBatch
 from moe.config import LossConfig, ModelConfig, MoeConfig, OptimizerConfig, SamplingConfig, UpdateConfig
+from moe.divergence import Diverged
 from moe.forward import ResponseScorer
 from moe.model import build_model
 from moe.sampler import Sampler
@@ -34,6 +35,7 @@ def model(seed: int = 0) -> PreTrainedModel:
 
 
 def trainer(policy: PreTrainedModel, *, reference: PreTrainedModel | None = None, **fields: Any) -> PolicyTrainer:
+    sampling = fields.pop("sampling", SAMPLING)
     update = fields.pop("update", UpdateConfig(epochs=2, optimizer_steps_per_epoch=2))
     aux = fields.pop("aux", 0.0)
     optimizer = fields.pop("optimizer", OptimizerConfig(learning_rate=1e-2, warmup_steps=3))
@@ -43,15 +45,17 @@ def trainer(policy: PreTrainedModel, *, reference: PreTrainedModel | None = None
         optimizer=optimizer,
         update=update,
         moe=MoeConfig(aux_loss_coefficient=aux),
-        sampling=SAMPLING,
+        sampling=sampling,
         reference_model=reference,
     )
 
 
-def sampled_batch(policy: PreTrainedModel, groups: int = 6, size: int = 4) -> TrainingBatch:
+def sampled_batch(
+    policy: PreTrainedModel, groups: int = 6, size: int = 4, sampling: SamplingConfig = SAMPLING
+) -> TrainingBatch:
     """Real samples; rewards are the share of token 5, one group is degenerate, one sample has no reward."""
     prompts = [[1, *range(3, 5 + group % 4)] for group in range(groups) for _ in range(size)]
-    rows = Sampler(policy, (EOS,), 0).sample(prompts, range(len(prompts)), SAMPLING)
+    rows = Sampler(policy, (EOS,), 0).sample(prompts, range(len(prompts)), sampling)
     rewards: list[float | None] = [
         row.response_ids.count(5) / len(row.response_ids) + i % 3 for i, row in enumerate(rows)
     ]
@@ -288,13 +292,42 @@ def test_a_stale_sampler_shows_in_the_mismatch() -> None:
 
 
 def test_a_single_optimizer_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="optimizer_steps_per_epoch 1"):
+    with pytest.raises(ValueError, match="optimizer_steps_per_epoch = 1"):
         trainer(model(), update=UpdateConfig(epochs=1, optimizer_steps_per_epoch=1))
 
 
-def test_a_kl_without_a_reference_is_refused() -> None:
-    with pytest.raises(ValueError, match="kl_coefficient"):
-        trainer(model(), kl_coefficient=0.1)
+def test_a_kl_needs_its_reference_only_to_run_a_batch() -> None:
+    own = trainer(model(), kl_coefficient=0.1)
+    other = trainer(model(1), kl_coefficient=0.1, reference=model(2))
+    other.load_state(own.state_tensors(), own.progress())
+    with pytest.raises(ValueError, match=r"train\.loss\.kl_coefficient = 0\.1 needs a reference model"):
+        run(own, sampled_batch(model()))
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "cispo"])
+def test_with_a_nucleus_the_first_step_has_ratio_one(algorithm: str) -> None:
+    sampling = SamplingConfig(max_new_tokens=5, top_p=0.9)
+    policy = model()
+    batch = sampled_batch(policy, sampling=sampling)
+    first: list[dict[str, float]] = []
+    own = trainer(policy, sampling=sampling, algorithm=algorithm)
+    metrics = own.run_batch(batch, 7, 0, lambda step: first.append(step.values), lambda: False).values
+    assert (first[0]["actor/pg_clipfrac"], first[0]["actor/pg_clipfrac_lower"]) == (0.0, 0.0)
+    assert first[0]["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+    # The two distributions do differ: against the sampler's the ratio would not be 1.
+    assert metrics["training/rollout_probs_diff_mean"] > 1e-3
+
+
+def test_without_a_nucleus_nothing_is_scored_twice() -> None:
+    own = trainer(model())
+    with pytest.raises(UpdateStopped):
+        own.run_batch(sampled_batch(model()), 7, 0, lambda step: None, lambda: True)
+    assert "batch.old_logprobs" not in own.state_tensors()
+
+
+def test_bfloat16_weights_are_not_trained() -> None:
+    with pytest.raises(ValueError, match="load the model with dtype float32"):
+        trainer(model().to(torch.bfloat16))
 
 
 def test_a_diverged_model_is_reported_by_field_and_left_as_it_was() -> None:
@@ -303,7 +336,7 @@ def test_a_diverged_model_is_reported_by_field_and_left_as_it_was() -> None:
     with torch.no_grad():
         policy.lm_head.weight[3] = torch.inf
     before = weights(policy)
-    with pytest.raises(ValueError, match="learning_rate"):
+    with pytest.raises(Diverged, match=r"train\.optimizer\.learning_rate"):
         run(trainer(policy), batch)
     assert all(torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
 

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from moe.config import ModelConfig, OptimizerConfig, SamplingConfig
+from moe.divergence import Diverged
 from moe.model import build_model
 from moe.sampler import Sampler
 from moe.tokenizer import build_char_tokenizer, decode_response, encode_prompt
@@ -114,3 +115,11 @@ def test_no_demonstrations_are_refused() -> None:
             seed=0,
             on_progress=lambda progress: None,
         )
+
+
+def test_divergence_names_the_warm_ups_learning_rate() -> None:
+    policy = model()
+    with torch.no_grad():
+        policy.lm_head.weight[3] = torch.inf
+    with pytest.raises(Diverged, match=r"^warmup\.optimizer\.learning_rate = 0\.01: the loss became nan"):
+        warm(policy, lambda: 0.0)

@@ -15,8 +15,9 @@ from steps.adapters.buffer import (
     unit_samples,
 )
 from steps.adapters.database import Database
-from steps.adapters.leases import list_units, outstanding
-from steps.adapters.ledger import drop_prompts, list_draws
+from steps.adapters.leases import outstanding
+from steps.adapters.ledger import list_draws
+from steps.adapters.runs import drop_open_prompts
 from steps.errors import DataError
 from steps.records import Reward, RewardStatus
 from tests.experience import (
@@ -37,6 +38,7 @@ from tests.experience import (
     select_with_staleness,
     take,
 )
+from tests.unit_rows import list_units
 
 
 def test_samples_come_back_as_they_were(db: Database) -> None:
@@ -106,7 +108,7 @@ def test_a_late_owner_stores_nothing(db: Database) -> None:
     late_reward = take(db, "reward", lease_s=0.0)
     take(db, "reward")
     assert not complete_reward(db, late_reward, [make_reward("a", 0), make_reward("a", 1)])
-    with pytest.raises(DataError, match="none is fully scored"):
+    with pytest.raises(DataError, match="iteration 1: 1 reward unit is not done yet; run rollout and reward"):
         select_batch(db, "run-1", 1, 0, 0)
 
 
@@ -150,13 +152,39 @@ def test_a_selection_that_is_killed_leaves_nothing(db: Database, database_url: s
 
 def test_a_prompt_without_samples_is_recorded_as_dropped(db: Database) -> None:
     plan(db, [["a", "long", "lost"], ["gone"]])
-    drop_prompts(db, "run-1", 1, {"long": "prompt too long: 300 tokens"})
+    with db.transaction() as connection:
+        drop_open_prompts(connection, "run-1", 1, {"long": "prompt too long: 300 tokens"})
     lease = take(db, "rollout")
     assert complete_rollout(db, lease, [make_sample("a", index) for index in range(2)])
     assert complete_rollout(db, take(db, "rollout"), [])
     assert fates(db) == {"a": "drawn", "long": "prompt too long", "lost": "no sample", "gone": "no sample"}
     assert outstanding(db, "run-1", 1, "reward") == 1
     assert take(db, "reward").unit.prompt_uids == ("a",)
+
+
+def test_an_iteration_without_samples_has_no_batch(db: Database) -> None:
+    plan(db, [["a"]])
+    assert complete_rollout(db, take(db, "rollout"), [])
+    with pytest.raises(DataError, match="no group to train on .none is fully scored."):
+        select_batch(db, "run-1", 1, 0, 0)
+
+
+def test_no_batch_is_frozen_before_every_unit_is_done(db: Database) -> None:
+    plan(db, [["a"], ["b"]])
+    steps = [
+        ("2 rollout units are", complete_next_rollout),
+        ("1 rollout unit and 1 reward unit are", complete_next_reward),
+        ("1 rollout unit is", complete_next_rollout),
+        ("1 reward unit is", complete_next_reward),
+    ]
+    for reason, complete in steps:
+        with pytest.raises(DataError, match=f"run run-1, iteration 1: {reason} not done yet; run rollout and reward"):
+            select_batch(db, "run-1", 1, 0, 0)
+        with pytest.raises(DataError, match="no batch is selected yet"):
+            get_batch(db, "run-1", 1)
+        assert set(fates(db).values()) == {"drawn"}
+        complete(db)
+    assert select_batch(db, "run-1", 1, 0, 0).num_groups == 2
 
 
 def test_wrong_samples_are_refused_and_leave_the_lease(db: Database) -> None:
@@ -232,30 +260,32 @@ def test_failed_rewards_of_a_usable_group_stay_in_the_batch(db: Database) -> Non
 
 
 def test_a_frozen_batch_ignores_what_arrives_later(db: Database) -> None:
-    plan(db, [["a"], ["b"]])
+    plan(db, [["late"]])
+    plan(db, [["a"]], iteration=2)
     complete_next_rollout(db)
+    complete_next_rollout(db, iteration=2)
+    complete_next_reward(db, iteration=2)
+    first = select_batch(db, "run-1", 2, 0, 0)
     complete_next_reward(db)
-    complete_next_rollout(db)
-    first = select_batch(db, "run-1", 1, 0, 0)
-    complete_next_reward(db)
-    assert select_batch(db, "run-1", 1, 7, 9) == first
-    assert {item.sample.prompt_uid for item in batch_samples(db, "run-1", 1)} == {"a"}
-    assert fates(db) == {"a": "consumed", "b": "drawn"}
+    assert select_batch(db, "run-1", 2, 7, 9) == first
+    assert {item.sample.prompt_uid for item in batch_samples(db, "run-1", 2)} == {"a"}
+    assert (fates(db, 2), fates(db, 1)) == ({"a": "consumed"}, {"late": "drawn"})
 
 
 def test_a_late_group_goes_to_the_next_batch_while_fresh_enough(db: Database) -> None:
-    plan(db, [["a"], ["late"]])
-    complete_next_rollout(db)
-    complete_next_reward(db)
-    select_batch(db, "run-1", 1, 0, 1)
-    complete_next_rollout(db)
-    complete_next_reward(db)
-    plan(db, [["c"]], iteration=2, policy_version=1)
-    complete_next_rollout(db, (1, 1), iteration=2)
+    plan(db, [["late"]])
+    plan(db, [["a"]], iteration=2)
+    complete_next_rollout(db, iteration=2)
     complete_next_reward(db, iteration=2)
-    assert select_batch(db, "run-1", 2, 1, 1).num_groups == 2
-    assert {item.sample.prompt_uid for item in batch_samples(db, "run-1", 2)} == {"c", "late"}
-    assert {draw.prompt_uid: draw.consumed_by for draw in list_draws(db, "run-1", 1)} == {"a": 1, "late": 2}
+    select_batch(db, "run-1", 2, 0, 1)
+    complete_next_rollout(db)
+    complete_next_reward(db)
+    plan(db, [["c"]], iteration=3, policy_version=1)
+    complete_next_rollout(db, (1, 1), iteration=3)
+    complete_next_reward(db, iteration=3)
+    assert select_batch(db, "run-1", 3, 1, 1).num_groups == 2
+    assert {item.sample.prompt_uid for item in batch_samples(db, "run-1", 3)} == {"c", "late"}
+    assert [draw.consumed_by for draw in list_draws(db, "run-1", 1)] == [3]
 
 
 def test_processes_that_select_at_once_get_one_batch(db: Database, database_url: str) -> None:

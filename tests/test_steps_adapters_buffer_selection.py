@@ -42,6 +42,7 @@ RUN_NUMBERS = count()
 def store(db: Database, run_id: str, cases: Sequence[Case]) -> None:
     """Each iteration has one unit of the groups that get scored and one of those that don't."""
     plan(db, [["filler"]], run_id=run_id, iteration=4)
+    assert complete_rollout(db, take(db, "rollout", run_id=run_id, iteration=4), [])
     for iteration in {case.iteration for case in cases}:
         groups = {case.uid: case for case in cases if case.iteration == iteration}
         units = [[uid for uid, case in groups.items() if bool(case.statuses) is scored] for scored in (True, False)]

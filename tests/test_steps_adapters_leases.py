@@ -3,11 +3,11 @@
 import threading
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from steps.adapters.buffer import complete_rollout
 from steps.adapters.database import Database, database_clock
-from steps.adapters.leases import heartbeat, lease_unit, list_units, mark_done, outstanding, return_lease
+from steps.adapters.leases import heartbeat, lease_unit, mark_done, outstanding, return_lease
 from steps.adapters.tables import work_units
 from tests.experience import (
     complete_next_rollout,
@@ -19,6 +19,7 @@ from tests.experience import (
     run_until_killed,
     take,
 )
+from tests.unit_rows import list_units
 
 EXPIRED_S = 0.0
 LONG_S = 3600.0
@@ -142,4 +143,6 @@ def test_a_lease_lives_by_the_database_clock(db: Database, monkeypatch: pytest.M
     monkeypatch.setattr("time.time", lambda: 0.0)
     take(db, "rollout", lease_s=LONG_S)
     expires_at = list_units(db, "run-1", 1)[0].expires_at
-    assert expires_at is not None and expires_at > db.now() > 1e9
+    with db.read() as connection:
+        now = connection.execute(select(database_clock())).scalar_one()
+    assert expires_at is not None and expires_at > now > 1e9

@@ -7,10 +7,11 @@ import pytest
 
 from steps.adapters import ledger
 from steps.adapters.database import Database
-from steps.adapters.leases import list_units
+from steps.adapters.runs import drop_open_prompts
 from steps.errors import ConfigError, DataError
 from steps.records import Evaluation, Publication
 from tests.experience import die_in_plan, in_processes, plan, plan_with_version, run_until_killed
+from tests.unit_rows import list_units
 
 
 def publication(version: int, parent: int | None = None) -> Publication:
@@ -125,9 +126,9 @@ def test_the_cursor_follows_the_last_iteration_of_its_run(db: Database) -> None:
 
 def test_dropping_prompts_keeps_the_first_reason(db: Database) -> None:
     plan(db, [["a", "b"]])
-    ledger.drop_prompts(db, "run-1", 1, {"a": "prompt too long"})
-    ledger.drop_prompts(db, "run-1", 1, {"a": "again"})
-    ledger.drop_prompts(db, "run-1", 1, {})
+    with db.transaction() as connection:
+        for reasons in ({"a": "prompt too long"}, {"a": "again"}, {}):
+            drop_open_prompts(connection, "run-1", 1, reasons)
     assert [(draw.status, draw.drop_reason) for draw in ledger.list_draws(db, "run-1", 1)] == [
         ("dropped", "prompt too long"),
         ("drawn", None),

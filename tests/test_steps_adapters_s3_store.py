@@ -86,6 +86,16 @@ def test_absent_credentials_are_one_line(moto_server: S3Server, monkeypatch: pyt
         open_store("s3://some-bucket").get_bytes("a")
 
 
+@pytest.mark.parametrize("endpoint", ["http://me:very-secret@127.0.0.1:1", "me:very-secret@http://x"])
+def test_credentials_in_the_endpoint_are_not_shown(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    with pytest.raises((ConfigError, ServiceUnavailable)) as caught:
+        open_store("s3://some-bucket").get_bytes("a")
+    assert "very-secret" not in str(caught.value)
+
+
 def test_a_wrong_endpoint_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "not a url")
     with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL_S3"):

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from steps.adapters.spool import Artifact, Event, Metric, Params, RegisteredVersion, RunStatus, Spool, Tags
 from steps.adapters.store import Store, open_store
-from steps.adapters.tracking import Tracker, masked
-from steps.errors import ConfigError, DataError
+from steps.adapters.tracking import Tracker
+from steps.errors import DataError
 from steps.paths import spool_prefix
 from tests.s3_servers import free_port
 
@@ -331,11 +331,31 @@ def test_a_malformed_spool_line_is_named(store: Store) -> None:
         Spool(store, spool_prefix(RUN)).read("a")
 
 
-def test_a_relative_sqlite_path_is_a_config_error(store: Store) -> None:
-    tracker = Tracker(store, RUN, "experiment", 1.0, "sqlite:///mlflow.db")
-    tracker.record("a", metrics_of(1))
-    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI"):
-        tracker.forward()
+def test_a_malformed_record_is_a_reason_and_stops_what_follows(store: Store, database: Path) -> None:
+    tracker = sqlite_tracker(store, database)
+    tracker.record("1", metrics_of(1))
+    store.put_bytes(f"{spool_prefix(RUN)}/2.jsonl", b"{")
+    tracker.record("3", metrics_of(3))
+    result = tracker.forward()
+    assert (result.sent, result.pending) == (1, 2) and "2.jsonl:1: not a tracking event" in result.reason
+
+
+def test_a_run_that_goes_on_is_running_until_it_finishes_again(store: Store, database: Path) -> None:
+    tracker = sqlite_tracker(store, database)
+
+    def status_after(name: str, *events: RunStatus) -> tuple[object, ...]:
+        tracker.record(name, events)
+        assert tracker.forward().reason == ""
+        [row] = rows(database, "select status, end_time from runs")
+        return row
+
+    assert status_after("00000-run", RunStatus(state="RUNNING", timestamp_ms=START_MS)) == ("RUNNING", None)
+    finished = RunStatus(state="FINISHED", timestamp_ms=START_MS + 10)
+    assert status_after("00002-run-end", finished) == ("FINISHED", START_MS + 10)
+    assert status_after("00002-start", RunStatus(state="RUNNING", timestamp_ms=START_MS + 20))[0] == "RUNNING"
+    finished = RunStatus(state="FINISHED", timestamp_ms=START_MS + 30)
+    assert status_after("00004-run-end", finished) == ("FINISHED", START_MS + 30)
+    assert rows(database, "select count(*) from runs") == [(1,)]
 
 
 def test_the_database_may_be_created_twice_at_once(tmp_path: Path) -> None:
@@ -348,11 +368,6 @@ def test_the_database_may_be_created_twice_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
-
-
-@pytest.mark.parametrize("text", ["https://user:pa-ss@host/x", "failed: http://user:pa-ss@host:80/api refused"])
-def test_passwords_in_urls_are_masked(text: str) -> None:
-    assert "pa-ss" not in masked(text) and "host" in masked(text)
 
 
 @given(st.text(max_size=300))

@@ -110,7 +110,7 @@ def test_a_step_before_its_predecessor_says_which_one_is_missing(steps: StepRunn
     for stage, missing in [("rollout", "plan"), ("flush", "plan"), ("train", "plan"), ("evaluate", "publish")]:
         assert_refused(steps.step(stage), 65, missing)
     steps.step("plan")
-    assert_refused(steps.step("flush"), 65, "no group to train on")
+    assert_refused(steps.step("flush"), 65, "not done")
     assert_refused(steps.step("publish"), 65, "checkpoints/00001")
 
 

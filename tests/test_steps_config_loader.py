@@ -201,6 +201,7 @@ def test_every_mistake_has_its_line() -> None:
         (["task.digits=2"], "task.heldout_size = 256: must be below the 100 prompts"),
         (["task.train_size=63"], "rollout.prompts_per_iteration = 64: must be at most the 63"),
         (["task.digits=2", "task.heldout_size=90"], "must be at most the 10 training prompts"),
+        (["train.update.optimizer_steps_per_epoch=1"], "train.update.optimizer_steps_per_epoch = 1: times"),
         (["train.loss.icepop_low=6"], "train.loss.icepop_low"),
         (["train.optimizer.betas=[0.9, 1.0]"], "train.optimizer.betas"),
     ],

@@ -47,7 +47,13 @@ def undisturbed_weights(warm_server, tmp_path_factory: pytest.TempPathFactory) -
 def test_an_iteration_trains_publishes_and_judges_a_new_version(steps: StepRunner) -> None:
     started = steps.init()
     assert started.code == 0, started.log
-    assert started.outputs == {"first-iteration": "1", "iterations": "2", "policy-version": "0"}
+    assert started.outputs == {
+        "first-iteration": "1",
+        "iterations": "2",
+        "policy-version": "0",
+        "rollout-workers": "2",
+        "reward-workers": "1",
+    }
     steps.iterate()
     first, second = ledger.list_publications(steps.database, RUN)
     assert (first.policy_version, second.policy_version, second.parent_version) == (0, 1, 0)

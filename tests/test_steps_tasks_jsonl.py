@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from steps.config import TaskConfig
 from steps.errors import DataError
+from steps.records import Prompt
 from steps.tasks.catalog import build_dataset
 from steps.tasks.dataset import make_dataset, make_prompt
 from steps.tasks.frozen import dataset_from_jsonl, dataset_to_jsonl
-from steps.tasks.jsonl import read_rows
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}'
 
@@ -28,6 +28,18 @@ def rows(count: int, start: int = 0) -> list[str]:
     return [json.dumps({"prompt": f"q{n}", "answer": f"a{n}"}) for n in range(start, start + count)]
 
 
+def task(path: Path | str, heldout: Path | str = "", heldout_size: int = 3, verifier: str = "exact") -> TaskConfig:
+    return TaskConfig(
+        kind="jsonl", train_path=str(path), heldout_path=str(heldout), heldout_size=heldout_size, verifier=verifier
+    )
+
+
+def read(folder: Path, path: Path | str, verifier: str = "exact") -> list[Prompt]:
+    """The rows of a file, which is used whole and in order when it is the held-out one."""
+    train = write(folder, '{"prompt": "the only training prompt", "answer": "0"}', name="train.jsonl")
+    return build_dataset(task(train, path, verifier=verifier), 0).heldout
+
+
 def test_rows_are_read_in_their_order(tmp_path: Path) -> None:
     path = write(
         tmp_path,
@@ -36,7 +48,7 @@ def test_rows_are_read_in_their_order(tmp_path: Path) -> None:
         '  {"answer": "\\u00e9\\u2028", "prompt": "caf\u00e9 \u2028", "id": "x", "meta": {"n": [1, null, 2.5]}}',
         '{"prompt": "p", "answer": "a", "id": 7}',
     )
-    first, second, third = read_rows(path)
+    first, second, third = read(tmp_path, path)
     assert (first.text, first.answer, first.meta) == ("1+1=", "2", {})
     assert (second.text, second.answer) == ("caf\u00e9 \u2028", "\u00e9\u2028")
     assert second.meta == {"n": [1, None, 2.5], "id": "x"}
@@ -44,7 +56,7 @@ def test_rows_are_read_in_their_order(tmp_path: Path) -> None:
 
 
 def test_uid_is_a_hash_of_the_content(tmp_path: Path) -> None:
-    (prompt,) = read_rows(write(tmp_path, GOOD))
+    (prompt,) = read(tmp_path, write(tmp_path, GOOD))
     assert prompt.uid == make_prompt("1+1=", "2").uid
     assert prompt.uid != make_prompt("1+1=", "2", {"id": "x"}).uid
     assert len(prompt.uid) == 16
@@ -85,7 +97,7 @@ def test_uid_is_a_hash_of_the_content(tmp_path: Path) -> None:
 def test_a_wrong_row_is_named_by_file_and_line_with_a_remedy(tmp_path: Path, line: str | bytes, reason: str) -> None:
     path = write(tmp_path, GOOD, "", line)
     with pytest.raises(DataError) as caught:
-        read_rows(path)
+        read(tmp_path, path)
     message = str(caught.value)
     assert message.startswith(f"{path}:3: ")
     assert reason in message
@@ -94,7 +106,7 @@ def test_a_wrong_row_is_named_by_file_and_line_with_a_remedy(tmp_path: Path, lin
 
 
 def test_an_escaped_backslash_before_u0000_is_text(tmp_path: Path) -> None:
-    (prompt,) = read_rows(write(tmp_path, r'{"prompt": "\\u0000", "answer": "2"}'))
+    (prompt,) = read(tmp_path, write(tmp_path, r'{"prompt": "\\u0000", "answer": "2"}'))
     assert prompt.text == r"\u0000"
 
 
@@ -108,7 +120,7 @@ def test_an_escaped_backslash_before_u0000_is_text(tmp_path: Path) -> None:
 def test_duplicates_name_both_lines(tmp_path: Path, second: str, reason: str) -> None:
     path = write(tmp_path, '{"prompt": "a", "answer": "2", "id": "i"}', second)
     with pytest.raises(DataError, match=reason) as caught:
-        read_rows(path)
+        read(tmp_path, path)
     assert str(caught.value).startswith(f"{path}:2: ")
 
 
@@ -120,20 +132,20 @@ def test_an_answer_that_the_verifier_cannot_use_is_a_wrong_row(
     tmp_path: Path, verifier: str, answer: str, reason: str
 ) -> None:
     path = write(tmp_path, json.dumps({"prompt": "a", "answer": answer}))
-    assert read_rows(path)
+    assert read(tmp_path, path)
     with pytest.raises(DataError, match=f"rows.jsonl:1: .*{reason}"):
-        read_rows(path, verifier)
+        read(tmp_path, path, verifier)
 
 
 def test_files_that_hold_nothing_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="absent.jsonl: no such file"):
-        read_rows(tmp_path / "absent.jsonl")
+        read(tmp_path, tmp_path / "absent.jsonl")
     with pytest.raises(DataError, match="can't be read: Is a directory"):
-        read_rows(tmp_path)
+        read(tmp_path, tmp_path)
     with pytest.raises(DataError, match="rows.jsonl: no rows"):
-        read_rows(write(tmp_path, ""))
+        read(tmp_path, write(tmp_path, ""))
     with pytest.raises(DataError, match="can't be read"):
-        read_rows("a\0b")
+        read(tmp_path, "a\0b")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
@@ -141,13 +153,7 @@ def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     path.chmod(0)
     with pytest.raises(DataError, match="Permission denied"):
-        read_rows(path)
-
-
-def task(path: Path, heldout: Path | str = "", heldout_size: int = 3, verifier: str = "exact") -> TaskConfig:
-    return TaskConfig(
-        kind="jsonl", train_path=str(path), heldout_path=str(heldout), heldout_size=heldout_size, verifier=verifier
-    )
+        read(tmp_path, path)
 
 
 def test_held_out_rows_are_split_off_by_the_seed(tmp_path: Path) -> None:
@@ -217,7 +223,7 @@ anything = st.binary(max_size=40) | row_objects.map(lambda row: json.dumps(row).
 def test_any_file_is_read_or_refused_cleanly(tmp_path: Path, lines: list[bytes], verifier: str) -> None:
     path = write(tmp_path, *lines)
     try:
-        prompts = read_rows(path, verifier)
+        prompts = read(tmp_path, path, verifier)
     except DataError:
         return
     data = make_dataset(prompts, [])

@@ -1,5 +1,6 @@
 """What each verifier accepts, and how a user's own function is loaded."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -8,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steps.config import TaskConfig
+from steps.config_loader import load_config
 from steps.errors import ConfigError
-from steps.tasks.catalog import load_verifier
+from steps.tasks.catalog import build_dataset, load_verifier
 from steps.tasks.dataset import make_prompt
 from steps.tasks.scoring import score
 from steps.tasks.verifiers import answer_problem, last_number
@@ -158,6 +160,23 @@ def test_an_entry_point_that_cannot_be_used_is_a_config_error(user_module: str, 
     with pytest.raises(ConfigError, match=reason) as caught:
         load_verifier(TaskConfig(verifier=spec.format(user_module)))
     assert str(caught.value).startswith(f"task.verifier = {spec.format(user_module)}: ")
+
+
+def test_the_documented_example_is_scored_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text()
+    for name, text in re.findall(r"^```\w+ file=(\S+)\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE):
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    config = load_config("words.toml")
+    data = build_dataset(config.task, config.seed)
+    verifier = load_verifier(config.task)
+    prompts = {prompt.text: prompt for prompt in (*data.train, *data.heldout)}
+    assert len(prompts) == 4 and len(data.heldout) == 1
+    assert {score(verifier, prompt, prompt.answer, 1.0) for prompt in prompts.values()} == {("ok", 1.0, "")}
+    assert score(verifier, prompts["red blue>"], "blue red", 1.0) == ("ok", 0.5, "")
+    assert score(verifier, prompts["red blue>"], "green", 1.0) == ("ok", 0.0, "")
+    assert score(verifier, prompts["one two>"], "two one", 1.0) == ("ok", 0.0, "")
 
 
 def test_a_built_in_function_without_a_signature_is_accepted() -> None:

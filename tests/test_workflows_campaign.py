@@ -48,6 +48,8 @@ def test_loop_counts_from_the_first_iteration_as_far_as_init_says() -> None:
     assert {argument["name"]: argument["value"] for argument in arguments} == {
         "first-iteration": "{{steps.init.outputs.parameters.first-iteration}}",
         "iterations": "{{steps.init.outputs.parameters.iterations}}",
+        "rollout-workers": "{{steps.init.outputs.parameters.rollout-workers}}",
+        "reward-workers": "{{steps.init.outputs.parameters.reward-workers}}",
     }
 
 

@@ -24,7 +24,11 @@ LEAVES: list[dict[str, Any]] = [
 ]
 # Options and outputs of every step's command.
 COMMANDS = {
-    "init": ("init_run", ["--run", "--config", "--iterations"], ["first-iteration", "iterations", "policy-version"]),
+    "init": (
+        "init_run",
+        ["--run", "--config", "--iterations", "--rollout-workers", "--reward-workers"],
+        ["first-iteration", "iterations", "rollout-workers", "reward-workers", "policy-version"],
+    ),
     "plan": ("plan", ["--run", "--iteration"], ["policy-version", "units"]),
     "rollout": ("rollout", ["--run", "--iteration", "--worker"], ["samples", "tokens-per-s"]),
     "reward": ("reward", ["--run", "--iteration", "--worker"], ["reward-mean"]),
@@ -132,6 +136,8 @@ def test_metrics_are_labelled_by_stage_and_by_no_run(template: dict[str, Any]) -
         ("143", "Failed", "The node was low on resource: memory.", True),
         ("-1", "Failed", "Preempted in order to admit critical pod", True),
         ("-1", "Failed", "pod failed: neither main nor wait container completed successfully", True),
+        ("-1", "Error", "Pod failed before main container starts due to ContainerCreating: node is gone", True),
+        ("-1", "Failed", "can't find failed message for pod run-1-00001-rollout-1 namespace moerl", True),
         ("0", "Error", "wait: Error (exit code 64): failed to put file: connection reset by peer", True),
         ("137", "Failed", "main: OOMKilled (exit code 137)", False),
         ("69", "Failed", "main: Error (exit code 69): flush: s3://b/runs: 403 Forbidden; check its policy", True),

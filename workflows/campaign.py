@@ -1,5 +1,7 @@
 """policy-campaign: N iterations of a run, each a child Workflow; policy-retraining: the campaign on a schedule."""
 
+from collections.abc import Sequence
+
 import yaml
 from hera.workflows import CronWorkflow, Parameter, Resource, Step, Steps, WorkflowTemplate
 from hera.workflows import models as m
@@ -23,8 +25,12 @@ INIT = Stage(
         "{{workflow.parameters.config}}",
         "--iterations",
         "{{workflow.parameters.iterations}}",
+        "--rollout-workers",
+        "{{workflow.parameters.rollout-workers}}",
+        "--reward-workers",
+        "{{workflow.parameters.reward-workers}}",
     ),
-    outputs=("first-iteration", "iterations", "policy-version"),
+    outputs=("first-iteration", "iterations", "rollout-workers", "reward-workers", "policy-version"),
     workload="trainer",
     deadline_s=14400,
     grace_s=60,
@@ -49,6 +55,8 @@ containers:
     requests: {cpu: 10m, memory: 64Mi}
     limits: {memory: 256Mi}
 """
+WORKERS = ("rollout-workers", "reward-workers")
+"""Pods of an iteration: the submitted counts, or what the configuration says; init tells which."""
 CHILD_OUTPUTS = ("policy-version", "reward-eval", "validated", "summary")
 
 
@@ -87,7 +95,8 @@ def build_campaign(profile: PlatformProfile) -> WorkflowTemplate:
                 name="loop",
                 template=loop,
                 arguments={
-                    name: f"{{{{steps.init.outputs.parameters.{name}}}}}" for name in ("first-iteration", "iterations")
+                    name: f"{{{{steps.init.outputs.parameters.{name}}}}}"
+                    for name in ("first-iteration", "iterations", *WORKERS)
                 },
             )
             Step(name="summary", template=summary)
@@ -129,11 +138,11 @@ def child_manifest() -> str:
     The spec is `workflowTemplateRef` and `arguments`: a controller with `templateReferencing: Strict` takes no more.
     Every value is quoted by the dump: Argo replaces the placeholders in the text, and "00001" must stay a string.
     """
-    passed = ("run", "rollout-workers", "reward-workers", "image")
     iteration_number = "{{inputs.parameters.iteration}}"
     parameters = [
         {"name": "iteration", "value": iteration_number},
-        *({"name": name, "value": f"{{{{workflow.parameters.{name}}}}}"} for name in passed),
+        *({"name": name, "value": f"{{{{inputs.parameters.{name}}}}}"} for name in WORKERS),
+        *({"name": name, "value": f"{{{{workflow.parameters.{name}}}}}"} for name in ("run", "image")),
     ]
     manifest = {
         "apiVersion": "argoproj.io/v1alpha1",
@@ -166,7 +175,7 @@ def _campaign_parameters() -> list[Parameter]:
             value="0",
             description="Iterations to add to the run; 0: as many as its configuration says",
         ),
-        *iteration.worker_parameters(),
+        *iteration.worker_parameters(rollout="0", reward="0", note="; 0: as many as the configuration says"),
         iteration.image_parameter(),
     ]
 
@@ -180,7 +189,7 @@ def _child(profile: PlatformProfile) -> Resource:
         manifest=child_manifest(),
         success_condition="status.phase == Succeeded",
         failure_condition="status.phase in (Failed, Error)",
-        inputs=[Parameter(name="iteration")],
+        inputs=_iteration_inputs(),
         outputs=[
             Parameter(
                 name=name,
@@ -199,6 +208,15 @@ def _child(profile: PlatformProfile) -> Resource:
     )
 
 
+def _iteration_inputs() -> list[Parameter]:
+    return [Parameter(name=name) for name in ("iteration", *WORKERS)]
+
+
+def _passed_on(names: Sequence[str]) -> dict[str, str]:
+    """Inputs of a template, handed to what it calls."""
+    return {name: f"{{{{inputs.parameters.{name}}}}}" for name in names}
+
+
 def _wrapper(child: Resource) -> Steps:
     """The loop's unretried child.
 
@@ -208,10 +226,10 @@ def _wrapper(child: Resource) -> Steps:
     """
     with Steps(
         name="one",
-        inputs=[Parameter(name="iteration")],
+        inputs=_iteration_inputs(),
         annotations={DISPLAY_NAME: "iteration-{{inputs.parameters.iteration}}"},
     ) as wrapper:
-        Step(name="run", template=child, arguments={"iteration": "{{inputs.parameters.iteration}}"})
+        Step(name="run", template=child, arguments=_passed_on(("iteration", *WORKERS)))
     return wrapper
 
 
@@ -221,12 +239,12 @@ def _loop(wrapper: Steps) -> Steps:
         name="loop",
         parallelism=1,
         fail_fast=True,
-        inputs=[Parameter(name="first-iteration"), Parameter(name="iterations")],
+        inputs=[Parameter(name=name) for name in ("first-iteration", "iterations", *WORKERS)],
     ) as loop:
         Step(
             name="iteration",
             template=wrapper,
-            arguments={"iteration": "{{item}}"},
+            arguments={"iteration": "{{item}}"} | _passed_on(WORKERS),
             with_sequence=m.Sequence(
                 start=m.IntOrString(root="{{inputs.parameters.first-iteration}}"),
                 count=m.IntOrString(root="{{inputs.parameters.iterations}}"),

@@ -158,10 +158,10 @@ def run_parameter() -> Parameter:
     return Parameter(name="run", description="Id of the run: 1 to 40 lower-case letters, digits and inner hyphens")
 
 
-def worker_parameters() -> list[Parameter]:
+def worker_parameters(rollout: str = "2", reward: str = "1", note: str = "") -> list[Parameter]:
     return [
-        Parameter(name="rollout-workers", value="2", description="Pods that sample in parallel"),
-        Parameter(name="reward-workers", value="1", description="Pods that score in parallel"),
+        Parameter(name="rollout-workers", value=rollout, description=f"Pods that sample in parallel{note}"),
+        Parameter(name="reward-workers", value=reward, description=f"Pods that score in parallel{note}"),
     ]
 
 

@@ -20,7 +20,7 @@ FINAL_PATTERN = "^[a-z]+: OOMKilled|^Pod was active on the node longer|^Step exc
 CONTAINER_PATTERN = "^(main|init|wait|supervisor): "
 LOST_POD_PATTERN = (
     "pod deleted|node shutdown|low on resource|[Pp]reempt|[Ee]vict|Pod was rejected"
-    "|neither main nor wait|did not complete"
+    "|neither main nor wait|did not complete|^Pod failed before|find failed message for pod"
 )
 # Argo's executor failed, but not because it may not report, nor because the step ended with 0 and left an output out.
 EXECUTOR_PATTERN = "^(init|wait|supervisor): Error"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, and_, bindparam, case, func, select, update
 
 from steps.adapters.database import Database, database_clock
-from steps.adapters.leases import mark_done
-from steps.adapters.runs import add_unit, drop_open_prompts, lock_run
+from steps.adapters.leases import mark_done, require_all_done
+from steps.adapters.runs import add_unit, drop_open_prompts, lock_run, require_iteration
 from steps.adapters.sample_rows import (
     REWARD_COLUMNS,
     SAMPLE_COLUMNS,
@@ -24,7 +24,7 @@ from steps.adapters.sample_rows import (
     sample_key,
     sample_values,
 )
-from steps.adapters.tables import batches, iterations, prompt_draws, rewards, samples
+from steps.adapters.tables import batches, prompt_draws, rewards, samples
 from steps.errors import DataError
 from steps.records import Lease, Reward, Sample, ScoredSample
 
@@ -157,17 +157,20 @@ def select_batch(db: Database, run_id: str, iteration: int, policy_version: int,
     Candidates are the fully scored groups of this and earlier iterations that are neither consumed nor dropped. A group
     is dropped, with the reason in the prompt ledger, when its oldest token is more than `max_staleness` versions behind
     `policy_version` or comes from a later policy, when fewer than two of its rewards are ok, or when a newer group of
-    the same prompt is selected. All others are consumed. Groups that aren't fully scored stay as they are.
+    the same prompt is selected. All others are consumed. Groups of earlier iterations that aren't fully scored stay as
+    they are.
 
     Raises:
-        DataError: the iteration isn't planned, or no group is left to train on (then nothing is dropped either).
+        DataError: the iteration isn't planned or has units that aren't done, or no group is left to train on; then
+            nothing is written.
     """
     with db.transaction() as connection:
         lock_run(connection, run_id)
         frozen = _find_batch(connection, run_id, iteration)
         if frozen is not None:
             return frozen
-        _check_planned(connection, run_id, iteration)
+        require_iteration(connection, run_id, iteration)
+        require_all_done(connection, run_id, iteration)
         groups = _scored_groups(connection, run_id, iteration)
         reasons = _drop_reasons(groups, policy_version, max_staleness)
         chosen = [group for group in groups if group not in reasons]
@@ -349,12 +352,6 @@ def _require_batch(connection: Connection, run_id: str, iteration: int) -> Batch
             f"run {run_id}, iteration {iteration}: no batch is selected yet; run python -m steps.flush first"
         )
     return batch
-
-
-def _check_planned(connection: Connection, run_id: str, iteration: int) -> None:
-    statement = select(iterations.c.iteration).where(iterations.c.run_id == run_id, iterations.c.iteration == iteration)
-    if connection.execute(statement).one_or_none() is None:
-        raise DataError(f"run {run_id}, iteration {iteration}: not planned yet; run python -m steps.plan first")
 
 
 def _check_samples(lease: Lease, new_samples: Sequence[Sample]) -> None:

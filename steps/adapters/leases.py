@@ -8,30 +8,14 @@ for nobody can have done the work in between. Expiry is judged by the database's
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, func, or_, select, update
 
 from steps.adapters.database import Database, database_clock
 from steps.adapters.tables import work_units
+from steps.errors import DataError
 from steps.records import Lease, UnitKind, WorkUnit
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitRow:
-    """State of a work unit; times are UTC seconds by the database's clock."""
-
-    kind: UnitKind
-    unit: int
-    state: str
-    """pending, leased or done."""
-    attempts: int
-    """Leases given so far, returned and lost ones included."""
-    worker: str | None
-    leased_at: float | None
-    expires_at: float | None
-    completed_at: float | None
 
 
 def lease_unit(db: Database, run_id: str, iteration: int, kind: UnitKind, worker: str, lease_s: float) -> Lease | None:
@@ -86,13 +70,29 @@ def outstanding(db: Database, run_id: str, iteration: int, kind: UnitKind) -> in
         return int(connection.execute(statement).scalar_one())
 
 
-def list_units(db: Database, run_id: str, iteration: int) -> list[UnitRow]:
-    """The iteration's units: rollout first, then reward, by number."""
-    columns = [work_units.c[name] for name in UnitRow.__dataclass_fields__]
-    statement = select(*columns).where(work_units.c.run_id == run_id, work_units.c.iteration == iteration)
-    with db.read() as connection:
-        rows = connection.execute(statement.order_by(work_units.c.kind.desc(), work_units.c.unit))
-        return [UnitRow(**row) for row in rows.mappings()]
+def require_all_done(connection: Connection, run_id: str, iteration: int) -> None:
+    """Raise DataError while a rollout or reward unit of the iteration isn't done; within the caller's transaction.
+
+    A unit that is done stays so, and a rollout unit creates its reward unit as it ends: once this holds, it holds.
+    """
+    statement = (
+        select(work_units.c.kind, func.count())
+        .where(
+            work_units.c.run_id == run_id,
+            work_units.c.iteration == iteration,
+            work_units.c.state != "done",
+        )
+        .group_by(work_units.c.kind)
+        .order_by(work_units.c.kind.desc())
+    )
+    counts = [(kind, count) for kind, count in connection.execute(statement)]
+    if counts:
+        units = " and ".join(f"{count} {kind} unit{'s' if count > 1 else ''}" for kind, count in counts)
+        verb = "is" if sum(count for _, count in counts) == 1 else "are"
+        raise DataError(
+            f"run {run_id}, iteration {iteration}: {units} {verb} not done yet; "
+            "run rollout and reward to their end first"
+        )
 
 
 def mark_done(connection: Connection, lease: Lease) -> str | None:

@@ -38,9 +38,10 @@ class LocalStore:
     """See `steps.adapters.store.Store`."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root.resolve()
-        if self._root.exists() and not self._root.is_dir():
-            raise ConfigError(f"store {root}: is a file; name a directory")
+        with explained_os_errors(f"store {root}"):
+            self._root = root.resolve()
+            if self._root.exists() and not self._root.is_dir():
+                raise ConfigError(f"store {root}: is a file; name a directory")
         self._temporaries = self._root / RESERVED_FOLDER / "tmp"
         self._locks = self._root / RESERVED_FOLDER / "locks"
         self._remove_stale_temporaries()

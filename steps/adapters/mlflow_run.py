@@ -7,9 +7,10 @@ import logging
 import os
 import posixpath
 import re
+import sqlite3
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import requests
@@ -19,8 +20,8 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 from steps.adapters.spool import Artifact, Event, Metric, Params, RegisteredVersion, RunStatus, Tags
-from steps.adapters.store import explained_os_errors
-from steps.adapters.tracking import TrackingOutage, masked
+from steps.adapters.store import explained_os_errors, masked
+from steps.adapters.tracking import TrackingOutage
 
 RUN_TAG = "moerl.run_id"
 SOURCE_TAG = "moerl.source"
@@ -139,13 +140,20 @@ def open_run(tracking_uri: str, experiment: str, run_id: str, start_ms: int) -> 
 
 
 def create_sqlite_file(path: Path) -> None:
-    """Create an MLflow database file with its tables, whole or not at all: a kill can't leave half a schema."""
-    if path.exists():
-        return
+    """Create an MLflow database file with its tables, whole or not at all: a kill can't leave half a schema.
+
+    Raises ServiceUnavailable, TrackingOutage or sqlite3.Error at once when the file can't be used: MLflow itself would
+    try for minutes.
+    """
     with explained_os_errors(f"MLflow's database {path}"):
+        if path.exists():
+            with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as connection:
+                connection.execute("PRAGMA schema_version")
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
+            temporary.touch()
             with _quiet_migrations(), _outages(f"sqlite:///{path}"):
                 MlflowClient(tracking_uri=f"sqlite:///{temporary}").search_experiments(max_results=1)
             os.link(temporary, path)

@@ -126,7 +126,7 @@ def plan_iteration(
         )
         for number, uids in enumerate(units):
             add_unit(connection, run_id, iteration, "rollout", number, uids)
-        return _require_iteration(connection, run_id, iteration)
+        return require_iteration(connection, run_id, iteration)
 
 
 def add_unit(
@@ -149,7 +149,7 @@ def add_unit(
 def get_iteration(db: Database, run_id: str, iteration: int) -> IterationRow:
     """Raises DataError when the iteration isn't planned."""
     with db.read() as connection:
-        return _require_iteration(connection, run_id, iteration)
+        return require_iteration(connection, run_id, iteration)
 
 
 def list_iterations(db: Database, run_id: str) -> list[IterationRow]:
@@ -261,7 +261,8 @@ def _find_iteration(connection: Connection, run_id: str, iteration: int) -> Iter
     return None if row is None else IterationRow(**row)
 
 
-def _require_iteration(connection: Connection, run_id: str, iteration: int) -> IterationRow:
+def require_iteration(connection: Connection, run_id: str, iteration: int) -> IterationRow:
+    """`get_iteration` within the caller's transaction."""
     found = _find_iteration(connection, run_id, iteration)
     if found is None:
         raise DataError(f"run {run_id}, iteration {iteration}: not planned yet; run python -m steps.plan first")

@@ -37,6 +37,7 @@ from steps.adapters.store import (
     NotFound,
     ObjectInfo,
     explained_os_errors,
+    masked,
     partial_file,
     require_sha256,
     validate_key,
@@ -76,7 +77,7 @@ def _code(error: ClientError) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return masked(" ".join(str(error).split()))
 
 
 def _was_retried(error: ClientError) -> bool:
@@ -126,8 +127,14 @@ class S3Store:
         try:
             # A session of its own: boto3's default session isn't safe to share between threads.
             self._client = boto3.session.Session().client("s3", config=config)
-        except (BotoCoreError, ValueError) as error:
-            raise ConfigError(f"{self.uri}: {error}; check AWS_PROFILE, AWS_REGION and AWS_ENDPOINT_URL_S3") from error
+        except BotoCoreError as error:
+            raise ConfigError(
+                f"{self.uri}: {_one_line(error)}; check AWS_PROFILE, AWS_REGION and AWS_ENDPOINT_URL_S3"
+            ) from error
+        except ValueError:  # its text holds the endpoint, which may hold a password
+            raise ConfigError(
+                f"{self.uri}: the endpoint is no URL; correct AWS_ENDPOINT_URL_S3 (https://host:port)"
+            ) from None
 
     @property
     def uri(self) -> str:
@@ -272,7 +279,7 @@ class S3Store:
             ) from error
         except (ConnectionError, HTTPClientError, RetriesExceededError) as error:
             raise ServiceUnavailable(
-                f"{where}: {self._client.meta.endpoint_url} can't be reached ({type(error).__name__});"
+                f"{where}: {masked(self._client.meta.endpoint_url)} can't be reached ({type(error).__name__});"
                 " check the network and AWS_ENDPOINT_URL_S3, then run again"
             ) from error
         except BotoCoreError as error:

@@ -33,6 +33,7 @@ _REMEDIES = {
     errno.EISDIR: "there is a directory where an object should be",
 }
 _FORBIDDEN_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\]")
+_USER_INFO = re.compile(r"://(?:[^/\s@:]*:\S*|[^/\s]*)@")  # a password may hold `/` and `@`
 
 
 class NotFound(DataError):
@@ -103,18 +104,66 @@ def open_store(uri: str) -> Store:
     """
     if not uri:
         raise ConfigError("MOERL_STORE is empty: set it to s3://bucket/prefix or to a directory")
-    parts = urlsplit(uri)
-    if parts.scheme == "s3":
+    if uri.startswith("s3://"):
+        bucket, prefix = _split_s3(uri)
         from steps.adapters.s3_store import S3Store  # boto3 takes 0.3 s to import, which a directory store need not pay
 
-        return S3Store(parts.netloc, parts.path.strip("/"))
+        return S3Store(bucket, prefix)
     from steps.adapters.local_store import LocalStore
 
+    return LocalStore(_folder(uri))
+
+
+def read_uri(uri: str) -> bytes:
+    """Read the small object at an absolute URI: `s3://bucket/key` or `file:///folder/name`.
+
+    Raises ConfigError when `uri` names no object, and what `open_store` and `Store.get_bytes` raise.
+    """
+    prefix, _, name = uri.rpartition("/")
+    if not name or prefix.endswith("/"):
+        raise ConfigError(f"{masked(uri)!r} names no object; use s3://bucket/path/to/file")
+    if uri.startswith("file:"):
+        name = unquote(name)
+    return open_store(prefix).get_bytes(_valid(name, uri))
+
+
+def masked(text: str) -> str:
+    """Hide the user and password of every URL in a text."""
+    return _USER_INFO.sub("://***@", text)
+
+
+def _split_s3(uri: str) -> tuple[str, str]:
+    """(bucket, prefix or ""). Taken literally: a key may hold `?`, `#` and `%`."""
+    bucket, _, path = uri.removeprefix("s3://").partition("/")
+    if "@" in bucket or ":" in bucket:
+        raise ConfigError(
+            "store s3://***: credentials don't belong in the URI; use s3://bucket/prefix and set AWS_ACCESS_KEY_ID and"
+            " AWS_SECRET_ACCESS_KEY"
+        )
+    prefix = path.strip("/")
+    return bucket, _valid(prefix, uri) if prefix else ""
+
+
+def _folder(uri: str) -> Path:
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise ConfigError(f"store {masked(uri)!r}: {error}; use s3://bucket/prefix or a directory path") from error
+    path = uri
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
-        return LocalStore(Path(unquote(parts.path)))
-    if "://" in uri or parts.scheme == "file":
-        raise ConfigError(f"store {uri!r}: use s3://bucket/prefix, file:///folder or a directory path")
-    return LocalStore(Path(uri))
+        path = unquote(parts.path)
+    elif "://" in uri or parts.scheme == "file":
+        raise ConfigError(f"store {masked(uri)!r}: use s3://bucket/prefix, file:///folder or a directory path")
+    if "\0" in path:
+        raise ConfigError(f"store {uri!r}: remove the NUL character")
+    return Path(path)
+
+
+def _valid(key: str, uri: str) -> str:
+    try:
+        return validate_key(key)
+    except ValueError as error:
+        raise ConfigError(f"store {masked(uri)!r}: {error}") from error
 
 
 def validate_key(key: str) -> str:

@@ -1,15 +1,15 @@
 """MLflow as a mirror: events go to the spool in the store first, and from there to the server when it answers.
 
-A forward never waits longer than its budget. The work is done by a daemon thread that is left behind when the time is
-up; its own requests end within seconds (MLFLOW_HTTP_REQUEST_*), and it stops before the next spool object. Whatever it
-didn't mark as sent is sent again by the next forward, with the original timestamps, which MLflow stores only once.
+No problem of tracking fails a step, and a forward never waits longer than its budget. The work is done by a daemon
+thread that is left behind when the time is up; its own requests end within seconds (MLFLOW_HTTP_REQUEST_*), and it
+stops before the next spool object. Whatever it didn't mark as sent is sent again by the next forward, with the original
+timestamps, which MLflow stores only once.
 
-With a SQLite file there is no server to wait for: loading MLflow (1 to 2 s) and creating the file (2 s, once) then come
-before the budget's clock starts.
+With a SQLite file there is no server to wait for: loading MLflow (1 to 2 s) and creating the file (2 s, once) then have
+up to SQLITE_PREPARATION_S before the budget's clock starts.
 """
 
 import os
-import re
 import socket
 import threading
 import time
@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from steps.adapters.spool import Event, Metric, Spool
-from steps.adapters.store import Store
-from steps.errors import ConfigError
+from steps.adapters.store import Store, masked
+from steps.errors import StepError
 from steps.paths import spool_prefix
 
 if TYPE_CHECKING:
     from steps.adapters.mlflow_run import MlflowRun
+
+SQLITE_PREPARATION_S = 15.0
+"""Longest time for loading MLflow and creating a SQLite file, beyond the budget."""
 
 _CONNECT_TIMEOUT_S = 1.0
 _SQLITE_PREFIX = "sqlite:///"
@@ -73,9 +76,9 @@ class Tracker:
         self._spool.write(name, events)
 
     def forward(self) -> ForwardResult:
-        """Send what is pending, in order, within the budget. An outage of the server is a result, not an error.
+        """Send what is pending, in order, within the budget. Whatever goes wrong with tracking is the result's reason.
 
-        Raises ConfigError for an unusable tracking URI, and the store's errors.
+        Raises the store's errors when the spool can't be listed.
         """
         names = self._spool.pending()
         if not self._tracking_uri:
@@ -84,8 +87,6 @@ class Tracker:
             return ForwardResult(sent=0, pending=0, reason="", run_url=None)
         for variable, value in _MLFLOW_LIMITS.items():
             os.environ.setdefault(variable, value)
-        if self._tracking_uri.startswith(_SQLITE_PREFIX):
-            _load_mlflow_and_create(self._tracking_uri)
         replay = _Replay(self._spool, self._run_id, self._experiment, self._tracking_uri, names)
         return replay.run_within(self._budget_s)
 
@@ -103,29 +104,39 @@ class _Replay(threading.Thread):
         self._sent = 0
         self._refused: list[str] = []
         self._outage = ""
-        self._bug: Exception | None = None
         self._run_url: str | None = None
+        self._prepared = threading.Event()
         self._abandoned = threading.Event()
 
     def run_within(self, budget_s: float) -> ForwardResult:
         self.start()
-        self.join(budget_s)
-        if self.is_alive():
+        outage = ""
+        if self._tracking_uri.startswith(_SQLITE_PREFIX) and not self._prepared.wait(SQLITE_PREPARATION_S):
+            outage = f"MLflow was not ready within {SQLITE_PREPARATION_S:g} s"
+        else:
+            self.join(budget_s)
+            if self.is_alive():
+                outage = f"no answer within {budget_s:g} s"
+        if outage:
             self._abandoned.set()
-            self._outage = f"{masked(self._tracking_uri)}: no answer within {budget_s:g} s; the rest is sent later"
-        if self._bug is not None:
-            raise self._bug
+            outage = f"{masked(self._tracking_uri)}: {outage}; the rest is sent later"
         sent = self._sent
-        reason = "; ".join([*([self._outage] if self._outage else []), *self._refused])
+        reason = "; ".join(filter(None, [outage or self._outage, *self._refused]))
         return ForwardResult(sent=sent, pending=len(self._names) - sent, reason=reason, run_url=self._run_url)
 
     def run(self) -> None:
         try:
+            if self._tracking_uri.startswith(_SQLITE_PREFIX):
+                _load_mlflow_and_create(self._tracking_uri)
+                self._prepared.set()
             self._send_all()
-        except TrackingOutage as outage:
-            self._outage = str(outage)
-        except Exception as error:  # carried to the thread that called forward()
-            self._bug = error
+        except (TrackingOutage, StepError) as error:
+            self._outage = str(error)
+        except BaseException as error:  # whatever MLflow does, tracking must not fail the step: the reason tells
+            text = " ".join(str(error).split())[:300]
+            self._outage = masked(f"{self._tracking_uri}: {type(error).__name__}: {text}; sent later")
+        finally:
+            self._prepared.set()
 
     def _send_all(self) -> None:
         _require_listening(self._tracking_uri)
@@ -143,11 +154,6 @@ class _Replay(threading.Thread):
             self._sent += 1
 
 
-def masked(text: str) -> str:
-    """Hide the user and password of every URL in a text."""
-    return re.sub(r"://[^/@\s]+@", "://***@", text)
-
-
 def _open_run(tracking_uri: str, experiment: str, run_id: str, events: Sequence[Event]) -> "MlflowRun":
     from steps.adapters.mlflow_run import open_run  # 1 to 2 s, which a dead server must not cost
 
@@ -159,21 +165,25 @@ def _require_listening(tracking_uri: str) -> None:
     """Find a dead server out before MLflow is loaded and starts to retry."""
     if tracking_uri.startswith(_SQLITE_PREFIX):
         return
-    parts = urlsplit(tracking_uri)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        return  # a database or a plug-in: MLflow knows it, and the budget holds all the same
-    port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
+        parts = urlsplit(tracking_uri)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            return  # a database or a plug-in: MLflow knows it, and the budget holds all the same
+        port = parts.port or (443 if parts.scheme == "https" else 80)
         socket.create_connection((parts.hostname, port), timeout=_CONNECT_TIMEOUT_S).close()
+    except ValueError:  # its text may hold a part of a password
+        raise TrackingOutage(
+            f"{masked(tracking_uri)}: no valid host and port; use http://host:port in MLFLOW_TRACKING_URI; sent later"
+        ) from None
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
         raise TrackingOutage(f"{masked(tracking_uri)}: can't be reached ({reason}); sent later") from error
 
 
 def _load_mlflow_and_create(tracking_uri: str) -> None:
-    from steps.adapters.mlflow_run import create_sqlite_file
-
     path = Path(tracking_uri.removeprefix(_SQLITE_PREFIX))
     if not path.is_absolute():
-        raise ConfigError(f"MLFLOW_TRACKING_URI {tracking_uri!r}: use four slashes and an absolute path")
+        raise TrackingOutage(f"MLFLOW_TRACKING_URI {tracking_uri!r}: use four slashes and an absolute path; sent later")
+    from steps.adapters.mlflow_run import create_sqlite_file
+
     create_sqlite_file(path)

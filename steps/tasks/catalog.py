@@ -8,7 +8,7 @@ from steps.tasks.jsonl import build_jsonl
 from steps.tasks.procedural import build_procedural
 from steps.tasks.reasoning_gym_tasks import build_reasoning_gym, load_reasoning_gym_verifier
 
-__all__ = ["Dataset", "Verifier", "build_dataset", "load_verifier"]
+__all__ = ["Dataset", "Verifier", "build_dataset", "demonstrations", "load_verifier"]
 
 _VERIFIERS: dict[str, Verifier] = {
     "exact": verifiers.exact,
@@ -30,6 +30,23 @@ def build_dataset(task: TaskConfig, seed: int) -> Dataset:
     if task.kind == "reasoning_gym":
         return build_reasoning_gym(task, seed)
     return build_procedural(task, seed)
+
+
+def demonstrations(task: TaskConfig, dataset: Dataset) -> list[tuple[str, str]]:
+    """(prompt, response) pairs to imitate: the training prompts that have an answer.
+
+    Raises:
+        ConfigError: the answers are no responses, or there are none.
+    """
+    remedy = "set warmup.max_steps = 0 and name a trained checkpoint as warmup.start"
+    if task.verifier == "regex":
+        raise ConfigError(
+            f"warmup.max_steps: with task.verifier = regex an answer is a pattern, not a response to learn; {remedy}"
+        )
+    pairs = [(prompt.text, prompt.answer) for prompt in dataset.train if prompt.answer]
+    if not pairs:
+        raise ConfigError(f"warmup.max_steps: no training prompt has an answer to learn; {remedy}")
+    return pairs
 
 
 def load_verifier(task: TaskConfig) -> Verifier:

@@ -4,7 +4,6 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from steps.config import TaskConfig
@@ -55,17 +54,13 @@ def _read_heldout(task: TaskConfig, train_lines: dict[str, int]) -> list[Prompt]
     return [prompt for _, prompt in rows]
 
 
-def read_rows(path: str | Path, verifier: str = "exact") -> list[Prompt]:
-    """Read `prompt`, `answer` and optional `id`, `meta` of every line; an id is kept as meta["id"]. Blank lines are
-    skipped; `verifier` names the one that must be able to use the answers.
+def _read(path: str, verifier: str) -> list[tuple[int, Prompt]]:
+    """Read `prompt`, `answer` and optional `id`, `meta` of every line, with the line's number; an id is kept as
+    meta["id"]. Blank lines are skipped; `verifier` names the one that must be able to use the answers.
 
     Raises:
         DataError: `FILE:LINE: reason (what to do)` for the first line that is wrong.
     """
-    return [prompt for _, prompt in _read(path, verifier)]
-
-
-def _read(path: str | Path, verifier: str) -> list[tuple[int, Prompt]]:
     rows: list[tuple[int, Prompt]] = []
     line_of_text: dict[str, int] = {}
     line_of_id: dict[str, int] = {}
@@ -83,7 +78,7 @@ def _read(path: str | Path, verifier: str) -> list[tuple[int, Prompt]]:
     return rows
 
 
-def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     """Numbered lines that are not blank, without the byte order mark that some editors write."""
     try:
         with open(path, "rb") as file:

@@ -194,11 +194,6 @@ def _catalog() -> dict[str, tuple[type, type]]:
     return catalog
 
 
-def task_names() -> list[str]:
-    """The names that `task.reasoning_gym_task` may take, sorted."""
-    return sorted(_catalog())
-
-
 def _derived_seed(name: str, seed: int) -> int:
     """Entry i of seed s is entry i - 1 of seed s + 1 in reasoning-gym; a hash keeps neighbouring seeds apart."""
     return int.from_bytes(hashlib.sha256(f"{name}/{seed}".encode()).digest()[:4], "big") >> 1

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from moe.config import SamplingConfig
-from moe.model import load_model
+from moe.model import default_device, load_model
 from moe.sampler import SampledResponse, Sampler
 from moe.tokenizer import decode_response, encode_prompt, load_tokenizer
 from steps.errors import DataError
@@ -22,11 +22,10 @@ class TorchEngine:
         self._sampler = Sampler(model, (tokenizer.eos_token_id,), tokenizer.pad_token_id)
 
     @classmethod
-    def load(cls, folder: Path, policy_version: int, threads: int = 1) -> "TorchEngine":
-        torch.set_num_threads(threads)
-        model = load_model(folder)
-        if torch.cuda.is_available():
-            model = model.to("cuda")
+    def load(cls, folder: Path, policy_version: int) -> "TorchEngine":
+        # Workers are made more, not wider: one core each.
+        torch.set_num_threads(1)
+        model = load_model(folder).to(default_device())
         return cls(model, load_tokenizer(folder), policy_version)
 
     def encode(self, text: str) -> list[int]:
