@@ -10,7 +10,7 @@ from steps import paths
 from steps.adapters import ledger
 from steps.adapters.database import migrate
 from steps.adapters.spool import RunStatus
-from steps.adapters.store import AlreadyExists, open_store
+from steps.adapters.store import AlreadyExists, read_uri
 from steps.arguments import natural_int, step_parser
 from steps.config import RunConfig
 from steps.config_loader import config_hash, config_json, load_config
@@ -67,11 +67,10 @@ def _last_finished_iteration(context: StepContext) -> int:
 def _read_config(context: StepContext, source: str) -> RunConfig:
     """CONFIG is TOML text, a path, or the s3:// URI of a TOML file."""
     if source.startswith("s3://"):
-        prefix, _, name = source.rpartition("/")
         try:
-            source = open_store(prefix).get_bytes(name).decode()
-        except ValueError as error:
-            raise ConfigError(f"--config {source}: not the URI of a TOML file in UTF-8 ({error})") from None
+            source = read_uri(source).decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--config {source}: not a TOML file in UTF-8 ({error})") from None
     return load_config(source)
 
 

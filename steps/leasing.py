@@ -37,6 +37,8 @@ def work_through_units(
                 return committed
             context.interruption.wait(IDLE_POLL_S)
             continue
+        if lease.attempt > 1:
+            context.say(f"unit {lease.unit.unit}: lease {lease.attempt}, an earlier one was lost or returned")
         try:
             with _kept_alive(database, lease, lease_s):
                 committed += work(lease)

@@ -10,6 +10,7 @@ import pytest
 from steps.adapters import ledger
 from steps.adapters.database import Database, migrate, open_database
 from steps.adapters.ledger import AttemptRow
+from steps.adapters.runs import drop_open_prompts
 from steps.config import RunConfig
 from steps.config_loader import config_hash, config_json
 from steps.errors import DataError
@@ -68,7 +69,8 @@ def whole_iteration(db: Database) -> None:
     lost = attempt(db, "rollout", 75, worker="1", metrics={"samples": 0, "tokens": 0, "seconds": 0.5})
     ledger.record_interruption(db, lost, "sigterm")
     attempt(db, "rollout", 0, worker="1", metrics={"samples": 8, "tokens": 40, "seconds": 1.0})
-    ledger.drop_prompts(db, RUN, 1, {"u2": "no usable reward"})
+    with db.transaction() as connection:
+        drop_open_prompts(connection, RUN, 1, {"u2": "no usable reward"})
     flush = {"samples": 8, "tokens": 40, "reward_mean": 0.5}
     ledger.set_iteration_metrics(db, RUN, 1, "flush", flush)
     train = {"samples_per_s": 99.0, "expert_max_violation": 0.2, "expert_load": [[1, 2], [3, 4]]}

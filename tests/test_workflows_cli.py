@@ -3,10 +3,14 @@
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,13 +22,12 @@ from hypothesis import strategies as st
 
 from steps.config import RunConfig
 from steps.config_loader import config_toml
-from steps.errors import DataError, ServiceUnavailable, UsageError
 from steps.paths import validate_run_id
 from workflows.cli import run_command_line
 from workflows.local.status import NodeStatus, WorkflowStatus, save_status
 from workflows.run_command import build_campaign, load_templates, new_record, new_run_id
 from workflows.run_failure import explain_failure
-from workflows.run_folder import RunFolder, create_run, list_runs, open_run
+from workflows.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TINY = """
@@ -51,11 +54,17 @@ optimizer_steps_per_epoch = 2
 """
 
 
-def moerl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def moerl(*arguments: str, cwd: Path, python_path: str = "") -> subprocess.CompletedProcess[str]:
+    return paste(shlex.join(command(*arguments)), cwd, python_path)
+
+
+def paste(line: str, cwd: Path, python_path: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command as if it was typed."""
     return subprocess.run(
-        command(*arguments),
+        line,
+        shell=True,
         cwd=cwd,
-        env=environment(),
+        env=environment() | {"PYTHONPATH": os.pathsep.join(filter(None, (python_path, str(REPOSITORY))))},
         capture_output=True,
         text=True,
         timeout=240,
@@ -89,7 +98,14 @@ def tiny(tmp_path: Path) -> Path:
         (["run", "tiny.toml", "--set", "iterations=many"], 78, "iterations"),
         (["config", "show", "tiny.toml", "--set", "iterations"], 78, "iterations"),
         (["resume", "nothing"], 65, "no run 'nothing'"),
-        (["report", "../etc"], 65, "no run '../etc'"),
+        (["report", "../etc"], 65, "no run 'etc' in .."),
+        (["report", "x" * 300 + "/demo"], 69, "File name too long"),
+        (["run", "x" * 300], 64, "File name too long"),
+        (["run", "tiny.toml", "--runs-dir", "q?x"], 64, "can't hold '?'"),
+        (["run", "tiny.toml", "--runs-dir", "p%20x"], 64, "can't hold '%'"),
+        (["resume", "demo", "--runs-dir", "p%20x"], 64, "can't hold '%'"),
+        (["runs", "--runs-dir", "q?x"], 64, "can't hold '?'"),
+        (["run", "tiny.toml", "--runs-dir", "tiny.toml"], 69, "--runs-dir"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_its_exit_code(
@@ -164,48 +180,6 @@ def test_every_configurations_name_makes_a_valid_run_id(name: str) -> None:
     assert validate_run_id(run_id).endswith("-20260102-030405")
 
 
-def make_run(runs_dir: Path, run_id: str = "tiny-1") -> RunFolder:
-    return create_run(runs_dir, new_record(run_id, "tiny.toml", RunConfig()), config_toml(RunConfig()))
-
-
-def test_a_run_id_can_be_used_once(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    with pytest.raises(UsageError, match="moerl resume tiny-1"):
-        make_run(tmp_path)
-
-
-def test_runs_are_found_by_their_folder(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "runs")
-    (tmp_path / "runs" / "something-else").mkdir()
-    assert [run.run_id for run in list_runs(tmp_path / "runs")] == ["tiny-1"]
-    assert open_run(tmp_path / "runs", "tiny-1") == folder
-    with pytest.raises(DataError, match="no run 'something-else'"):
-        open_run(tmp_path / "runs", "something-else")
-
-
-def test_a_damaged_record_is_named(tmp_path: Path) -> None:
-    folder = make_run(tmp_path)
-    (folder.path / "run.json").write_text("{")
-    with pytest.raises(DataError, match=r"run\.json"):
-        folder.load_record()
-
-
-def test_a_runs_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ServiceUnavailable, match="--runs-dir"):
-        make_run(tmp_path / "file")
-
-
-def test_a_run_is_driven_by_one_process_at_a_time(tmp_path: Path) -> None:
-    folder = make_run(tmp_path)
-    assert not folder.is_running()
-    with folder.lock():
-        assert folder.is_running()
-        with pytest.raises(ServiceUnavailable, match="another process"), folder.lock():
-            pass
-    assert not folder.is_running()
-
-
 def failed_node(folder: Path, name: str, code: str, log: str, phase: str = "Failed", at: float = 1.0) -> NodeStatus:
     place = folder / re.sub(r"\W", "_", name)
     place.mkdir(parents=True)
@@ -267,21 +241,30 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A finished run `tiny-1`: its runs folder, and what `moerl run` printed."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "tiny.toml").write_text(TINY)
-    done = moerl("run", "tiny.toml", "--run-id", "tiny-1", cwd=folder)
+    done = moerl("run", "tiny.toml", "--run-id", "tiny-1", "--runs-dir", "my runs #1", cwd=folder)
     assert done.returncode == 0, done.stderr
-    return folder / "runs", done.stdout
+    start = done.stderr.splitlines()[:2]
+    assert "tiny-1 in my runs #1/tiny-1" in start[0] and "Ctrl-C" in start[1] and "'my runs #1'" in start[1]
+    return folder / "my runs #1", done.stdout
 
 
 def test_a_run_from_start_to_report(whole_run: tuple[Path, str]) -> None:
     runs_dir, output = whole_run
-    for words in ("held-out", "report.html", "mlflow ui --backend-store-uri sqlite:///"):
+    for words in (
+        "version",
+        "publish",
+        "report.html",
+        f"mlflow ui --backend-store-uri 'sqlite:///{runs_dir}/mlflow.db'",
+    ):
         assert words in output
+    with closing(sqlite3.connect(runs_dir / "mlflow.db")) as tracked:
+        assert tracked.execute("SELECT name, status FROM runs").fetchall() == [("tiny-1", "FINISHED")]
     assert "<svg" in (runs_dir / "tiny-1" / "report.html").read_text()
     report = report_of(runs_dir, "tiny-1")
     assert [row["policy_version"] for row in report["iterations"]] == [1, 2]
     assert all(row["samples"] == 16 and row["tokens"] > 0 for row in report["iterations"])
     assert report["state"] == "finished" and report["final_weights_sha256"]
-    listed = moerl("runs", cwd=runs_dir.parent).stdout
+    listed = moerl("runs", "--runs-dir", runs_dir.name, cwd=runs_dir.parent).stdout
     assert "tiny-1" in listed and "2/2" in listed and "finished" in listed
 
 
@@ -295,10 +278,9 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(tiny: Pat
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 75, errors
-    resume = f"moerl resume stopped --runs-dir {runs_dir}"
-    assert resume in errors and "Traceback" not in errors
+    assert "Traceback" not in errors
     assert "interrupted" in moerl("runs", cwd=tiny.parent).stdout
-    resumed = moerl(*resume.split()[1:], cwd=runs_dir)
+    resumed = paste(errors.rpartition("stopped; resume with: ")[2].strip(), cwd=tiny.parent)
     assert resumed.returncode == 0, resumed.stderr
     before, after = report_of(whole_run[0], "tiny-1"), report_of(runs_dir, "stopped")
     assert after["final_weights_sha256"] == before["final_weights_sha256"]
@@ -314,11 +296,66 @@ def wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_row_that_is_wrong_ends_the_run_with_its_line(tiny: Path) -> None:
-    (tiny.parent / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c"}\n')
+def test_a_row_that_is_wrong_ends_the_run_with_its_line_and_a_command_to_go_on(tiny: Path) -> None:
+    """The verifier lies on the PYTHONPATH of `moerl run`, relative to where it was called; resuming remembers that."""
+    rows = tiny.parent / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c"}\n')
+    (tiny.parent / "lib").mkdir()
+    (tiny.parent / "lib" / "mine.py").write_text("def score(prompt, response, answer, meta):\n    return 1.0\n")
     task = 'kind = "jsonl"\ntrain_path = "rows.jsonl"'
-    (tiny.parent / "mine.toml").write_text(TINY.replace("digits = 3", task).replace("train_size = 64", ""))
-    done = moerl("run", "mine.toml", "--run-id", "mine-1", cwd=tiny.parent)
+    text = TINY.replace("digits = 3", task).replace("train_size = 64", "").replace("per_position", "mine:score")
+    (tiny.parent / "mine.toml").write_text(text)
+    arguments = ["run", "mine.toml", "--run-id", "mine-1", "--set", "iterations=1", "--set", "task.heldout_size=2"]
+    done = moerl(*arguments, cwd=tiny.parent, python_path="lib")
     assert done.returncode == 65, done.stderr
     assert "rows.jsonl:2" in done.stderr and "Traceback" not in done.stderr
-    assert "moerl resume mine-1" in done.stderr
+    rows.write_text("".join(json.dumps({"prompt": f"a{n} ", "answer": "b"}) + "\n" for n in range(12)))
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("resume  ")]
+    resumed = paste(line.removeprefix("resume  "), cwd=tiny.parent)
+    assert resumed.returncode == 0, resumed.stderr
+
+
+def copy_of(whole_run: tuple[Path, str], runs_dir: Path) -> RunFolder:
+    shutil.copytree(whole_run[0] / "tiny-1", runs_dir / "tiny-1")
+    return RunFolder(runs_dir=runs_dir, run_id="tiny-1")
+
+
+def test_a_full_disk_is_one_line_when_the_page_is_written(
+    whole_run: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of(whole_run, tmp_path)
+    (folder.path / ".report.html.partial").symlink_to("/dev/full")
+    assert run_command_line(["report", str(folder.path)]) == 69
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and "report.html: the disk is full" in captured.err
+    assert "version" in captured.out
+
+
+def test_the_report_of_the_outcome_does_not_hide_what_ended_the_run(
+    whole_run: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of(whole_run, tmp_path)
+    (folder.path / ".report.html.partial").symlink_to("/dev/full")
+    with folder.lock():
+        assert run_command_line(["resume", str(folder.path)]) == 69
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "another process" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [("argo", 69, "can't write"), ("lock", 69, "can't write"), ("config.toml", 65, "missing")],
+)
+def test_a_run_that_lost_a_file_is_one_line(
+    name: str, code: int, words: str, whole_run: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of(whole_run, tmp_path)
+    lost = folder.path / name
+    lost.rename(tmp_path / "lost")
+    if name == "argo":
+        lost.write_text("")
+    elif name == "lock":
+        lost.mkdir()
+    assert run_command_line(["resume", "tiny-1", "--runs-dir", str(tmp_path)]) == code
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and words in error and str(lost) in error

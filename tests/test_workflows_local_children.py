@@ -9,6 +9,7 @@ import pytest
 from steps.errors import ConfigError
 from tests.local_cluster import Cluster, call, child_of, inputs, output, step, workflow, workflow_template
 from workflows.local.outputs import json_path
+from workflows.run_failure import explain_failure
 
 OK = step("ok", "write", "x", "from-{{workflow.name}}", outputs=[output("x", default="") | {"globalName": "said"}])
 FAIL = step("fail", "exit", "65")
@@ -163,3 +164,52 @@ def test_json_path_reads_values(path: str, expected: str | None) -> None:
 def test_json_path_refuses_the_rest(path: str) -> None:
     with pytest.raises(ConfigError, match="outside the subset"):
         json_path(path, {"a": []})
+
+
+def test_a_failed_child_is_explained_by_its_own_step(cluster: Cluster, tmp_path: Path) -> None:
+    status = cluster.submit(workflow("wf", [resource("main", **child_of("wf-1", "fail"))]))
+    failure = explain_failure(tmp_path / "runs", status)
+    assert (failure.exit_code, failure.what) == (65, "wf-1 of wf-1 failed (exit 65)")
+
+
+def test_a_child_in_error_without_a_pod_is_not_the_callers_usage_error(tmp_path: Path) -> None:
+    """The resource's own 64 says nothing to a user."""
+    wrong = step("wrong", "write", "x", "{{inputs.parameters.v}}", inputs=inputs("v"))
+    template = workflow_template("iteration", [{"name": "body", "steps": [[call("wrong")]]}, wrong])
+    with Cluster(tmp_path, templates=[template]) as cluster:
+        status = cluster.submit(workflow("wf", [resource("main", **child_of("wf-1", "iteration"))]))
+    failure = explain_failure(tmp_path / "runs", status)
+    assert (status.nodes["wf"].exit_code, failure.exit_code) == ("64", ConfigError.exit_code)
+    assert failure.what == "wrong of wf-1 failed (exit 78)"
+    assert failure.why == "wf-1[0].wrong: inputs.parameters.v of wrong was not supplied"
+
+
+def test_a_resource_of_another_kind_that_failed_ends_with_1(tmp_path: Path) -> None:
+    main = resource(
+        "main", action="apply", manifest="kind: JobSet\n", failureCondition="status.terminalState == Failed"
+    )
+    with Cluster(tmp_path, resource_handlers={"JobSet": Gang("Failed")}) as cluster:
+        status = cluster.submit(workflow("wf", [main]))
+    failure = explain_failure(tmp_path / "runs", status)
+    assert (status.nodes["wf"].exit_code, failure.exit_code) == ("64", 1)
+    assert failure.why == "failure condition '{status.terminalState == Failed}' evaluated true"
+
+
+def test_a_pod_that_could_not_be_created_ends_with_78_and_is_no_exit_code_to_retry(tmp_path: Path) -> None:
+    env = [{"name": "X", "valueFrom": {"secretKeyRef": {"name": "gone", "key": "k"}}}]
+    retry = {"limit": "2", "retryPolicy": "Always", "expression": "asInt(lastRetry.exitCode) in [69, 78]"}
+    with Cluster(tmp_path) as cluster:
+        status = cluster.submit(
+            workflow("wf", [step("main", "exit", "0", container={"env": env}, retryStrategy=retry)])
+        )
+    failure = explain_failure(tmp_path / "runs", status)
+    assert (len(status.attempts_of("wf")), failure.exit_code) == (1, 78)
+    assert failure.why == 'CreateContainerConfigError: secret "gone" not found (env X)'
+
+
+def test_a_missing_output_is_a_bug_told_by_its_message(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        status = cluster.submit(workflow("wf", [step("main", "exit", "0", outputs=[output("x")])]))
+    failure = explain_failure(tmp_path / "runs", status)
+    assert (failure.exit_code, failure.what) == (1, "wf of wf failed (exit 1)")
+    assert failure.why.startswith("wait: Error (exit code 64): output x")

@@ -7,6 +7,7 @@ Commands import what they need when they run: `moerl --help` loads neither torch
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -14,9 +15,11 @@ import typer
 from typer.exceptions import TyperException
 
 from steps.errors import DataError, ServiceUnavailable, StepError, UsageError
+from workflows.printed_commands import moerl_command, shown_path
 
 if TYPE_CHECKING:
     from steps.config import RunConfig
+    from workflows.run_folder import RunFolder
 
 DEFAULT_CONFIG = "configs/reverse-digits.toml"
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -41,7 +44,7 @@ Overrides = Annotated[
     typer.Option("--set", metavar="a.b=value", help="Change one field; may be repeated."),
 ]
 RunsDir = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Folder that holds the runs.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Run id: the name of its folder.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Run id, or the path of its folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 RUNS_DIR = Path("runs")
 
@@ -74,15 +77,18 @@ def run(
 
         typer.echo(yaml.safe_dump(run_command.build_campaign(record, config_toml(resolved)), sort_keys=False), nl=False)
         return
-    folder = create_run(runs_dir, record, config_toml(resolved))
-    typer.echo(f"run {record.run_id} in {folder.path}", err=True)
-    drive_and_report(folder.runs_dir, record.run_id, as_json)
+    folder = create_run(runs_dir, record, config_toml(resolved), renumber=run_id is None)
+    typer.echo(f"run     {folder.run_id} in {shown_path(folder.path)}", err=True)
+    typer.echo(f"Ctrl-C  stops it cleanly; go on later with: {folder.resume_command}", err=True)
+    drive_and_report(folder, as_json)
 
 
 @app.command(epilog=examples("moerl resume reverse-digits-20260101-101500"))
 def resume(run_id: Run, runs_dir: RunsDir = RUNS_DIR, as_json: Json = False) -> None:
     """Go on with a run that was stopped or failed; what was finished is not repeated."""
-    drive_and_report(runs_dir, run_id, as_json)
+    from workflows.run_folder import open_run
+
+    drive_and_report(open_run(runs_dir, run_id), as_json)
 
 
 @app.command(epilog=examples("moerl runs", "moerl runs --runs-dir /data/runs"))
@@ -148,24 +154,31 @@ def read_config(name: str, overrides: Sequence[str] | None) -> "RunConfig":
     from steps.config_loader import load_config
 
     choices = (Path(name), REPOSITORY / name, REPOSITORY / "configs" / f"{name}.toml")
-    path = next((choice for choice in choices if choice.is_file()), None)
+    try:
+        path = next((choice for choice in choices if choice.is_file()), None)
+    except OSError as error:
+        shown = name if len(name) < 100 else f"{name[:100]}..."
+        raise UsageError(f"configuration {shown!r}: {error.strerror}; give the path of a TOML file") from None
     if path is None:
         ready = ", ".join(sorted(file.stem for file in (REPOSITORY / "configs").glob("*.toml")))
         raise UsageError(f"no configuration {name!r}: give the path of a TOML file, or one of {ready}")
     return load_config(str(path), list(overrides or ()))
 
 
-def drive_and_report(runs_dir: Path, run_id: str, as_json: bool) -> None:
+def drive_and_report(folder: "RunFolder", as_json: bool) -> None:
     """Drive a run to its end; its page and table are shown even when it did not get there."""
     from workflows.run_command import drive
-    from workflows.run_folder import open_run
     from workflows.run_report import print_outcome
 
-    folder = open_run(runs_dir, run_id)
+    record = folder.load_record()
     try:
-        drive(folder, folder.load_record())
-    finally:
-        print_outcome(folder, as_json=as_json)
+        drive(folder, record)
+    except BaseException:
+        # What ended the run is told, not that its report can't be shown either, as on a disk that is full.
+        with suppress(StepError, OSError):
+            print_outcome(folder, as_json=as_json)
+        raise
+    print_outcome(folder, as_json=as_json)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -182,7 +195,7 @@ def run_command_line(arguments: list[str]) -> int:
         return error.exit_code
     except TyperException as error:
         if error.format_message():  # without arguments the help was printed instead
-            typer.echo(f"moerl: {error.format_message().rstrip('.')}; see moerl --help", err=True)
+            typer.echo(f"moerl: {error.format_message().rstrip('.')}; see {moerl_command('--help')}", err=True)
         return UsageError.exit_code
     except (typer.Abort, KeyboardInterrupt):
         typer.echo("moerl: stopped", err=True)

@@ -1,11 +1,12 @@
 """Run or resume a campaign on this machine: the rendered manifests, submitted to the local executor."""
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,29 +15,32 @@ from typing import Any
 
 import yaml
 
+from steps.adapters.store import explained_os_errors
 from steps.config import RunConfig
-from steps.errors import ConfigError, Interrupted
+from steps.errors import ConfigError, Interrupted, ServiceUnavailable, StepError
 from steps.paths import validate_run_id
 from workflows.local.events import Event
 from workflows.local.executor import LocalCluster
 from workflows.local.progress import ProgressView
 from workflows.local.status import WorkflowStatus
+from workflows.printed_commands import moerl_command
 from workflows.run_failure import RunFailed, explain_failure
 from workflows.run_folder import RunFolder, RunRecord
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATES = REPOSITORY / "templates"
-NAME_LENGTH = 24
+NAME_LENGTH = 20
 
 
 def new_run_id(config_name: str, now: datetime | None = None) -> str:
-    """`name-YYYYmmdd-HHMMSS` in UTC; a long name is cut so that the id stays within its 40 characters."""
+    """`name-YYYYmmdd-HHMMSS` in UTC; a long name is cut: an id has 40 characters, and `-2` may follow."""
     stamp = (now or datetime.now(UTC)).strftime("%Y%m%d-%H%M%S")
     return f"{config_name[:NAME_LENGTH].rstrip('-')}-{stamp}"
 
 
 def new_record(run_id: str | None, config_name: str, config: RunConfig) -> RunRecord:
     """What `run.json` holds; `config_name` is what the user called the configuration."""
+    inherited = os.environ.get("PYTHONPATH", "")
     return RunRecord(
         run_id=validate_run_id(run_id) if run_id else new_run_id(config.name),
         config=config_name,
@@ -45,6 +49,7 @@ def new_record(run_id: str | None, config_name: str, config: RunConfig) -> RunRe
         rollout_workers=config.rollout.workers,
         reward_workers=config.reward.workers,
         working_dir=str(Path.cwd()),
+        python_path=os.pathsep.join(os.path.abspath(entry) for entry in inherited.split(os.pathsep) if entry),
     )
 
 
@@ -74,7 +79,7 @@ def load_templates(folder: Path = TEMPLATES) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("policy-*.yaml")):
         documents += [document for document in yaml.safe_load_all(path.read_text()) if document]
     if not documents:
-        raise ConfigError(f"no manifests in {folder}: render them with `moerl render`")
+        raise ConfigError(f"no manifests in {folder}: render them with `{moerl_command('render')}`")
     return [document for document in documents if document["kind"] == "WorkflowTemplate"]
 
 
@@ -97,40 +102,47 @@ def create_tracking_database(path: Path) -> None:
 def drive(folder: RunFolder, record: RunRecord) -> None:
     """Run the campaign to its end, from wherever it stands.
 
-    Raises Interrupted after Ctrl-C or SIGTERM, and RunFailed with the failing step's exit code and last lines.
+    Raises Interrupted after Ctrl-C or SIGTERM, RunFailed with the failing step's exit code and last lines, and
+    DataError or ServiceUnavailable when the run's folder can't be read or written.
     """
+    campaign = build_campaign(record, folder.config_text())
     with folder.lock(), ProgressView() as view, open_cluster(folder, record, view.on_event) as cluster:
         create_tracking_database(folder.tracking_database)
         with stopped_by_signals(cluster) as stopped:
-            status = cluster.submit(build_campaign(record, folder.config_text()))
+            status = cluster.submit(campaign)
     if status.phase == "Succeeded":
         folder.save_record(replace(record, state="finished"))
         return
-    if stopped.is_set():
-        folder.save_record(replace(record, state="interrupted"))
-        raise Interrupted(f"stopped; resume with: {resume_command(folder)}")
-    folder.save_record(replace(record, state="failed"))
-    raise _failure(folder, status)
+    ending: StepError = Interrupted(f"stopped; resume with: {folder.resume_command}")
+    if not stopped.is_set():
+        ending = _failure(folder, status)
+    # On a disk that is full the reason for the end is worth more than its record.
+    with suppress(ServiceUnavailable):
+        folder.save_record(replace(record, state="interrupted" if stopped.is_set() else "failed"))
+    raise ending
 
 
 def open_cluster(folder: RunFolder, record: RunRecord, on_event: Callable[[Event], None]) -> LocalCluster:
     """The executor with this run's services in place of a cluster's ConfigMap and Secret.
 
-    Steps also find the modules of the folder in which `moerl run` was called: a user's verifier lies there.
+    Steps also find the modules of the folder in which `moerl run` was called, where a user's verifier lies, and of the
+    PYTHONPATH that it had. ServiceUnavailable when the executor's folder can't be written.
     """
-    return LocalCluster(
-        folder.executor_root,
-        config_maps={"moerl-environment": {"store": str(folder.store), "mlflow-tracking-uri": folder.tracking_uri}},
-        secrets={"moerl-credentials": {"database-url": folder.database_url}},
-        templates=load_templates(),
-        on_event=on_event,
-        working_dir=REPOSITORY,
-        extra_env={
-            "MOERL_CACHE_DIR": str(folder.cache),
-            "MOERL_CAPACITY_TYPE": "local",
-            "PYTHONPATH": record.working_dir,
-        },
-    )
+    templates = load_templates()
+    with explained_os_errors(f"can't write {folder.executor_root}"):
+        return LocalCluster(
+            folder.executor_root,
+            config_maps={"moerl-environment": {"store": str(folder.store), "mlflow-tracking-uri": folder.tracking_uri}},
+            secrets={"moerl-credentials": {"database-url": folder.database_url}},
+            templates=templates,
+            on_event=on_event,
+            working_dir=REPOSITORY,
+            extra_env={
+                "MOERL_CACHE_DIR": str(folder.cache),
+                "MOERL_CAPACITY_TYPE": "local",
+                "PYTHONPATH": os.pathsep.join(filter(None, (record.working_dir, record.python_path))),
+            },
+        )
 
 
 def _failure(folder: RunFolder, status: WorkflowStatus) -> RunFailed:
@@ -140,12 +152,8 @@ def _failure(folder: RunFolder, status: WorkflowStatus) -> RunFailed:
         print(failure.tail, file=sys.stderr)
     if failure.log is not None:
         print(f"log     {failure.log}", file=sys.stderr)
-    print(f"resume  {resume_command(folder)}", file=sys.stderr)
+    print(f"resume  {folder.resume_command}", file=sys.stderr)
     return RunFailed(f"{failure.what}: {failure.why}", exit_code=failure.exit_code)
-
-
-def resume_command(folder: RunFolder) -> str:
-    return f"moerl resume {folder.run_id} --runs-dir {folder.runs_dir}"
 
 
 @contextmanager

@@ -40,7 +40,9 @@ def explain_failure(executor_root: Path, campaign: WorkflowStatus) -> Failure:
         node = _fatal_node(status)
         if node is not None:
             return _explain(status, node)
-    return Failure(what=f"workflow {campaign.name}", why=campaign.message or campaign.phase, exit_code=1)
+        if status.message:
+            return Failure(what=f"workflow {status.name}", why=status.message, exit_code=1)
+    return Failure(what=f"workflow {campaign.name}", why=campaign.phase, exit_code=1)
 
 
 def _failed_iterations(executor_root: Path, campaign: WorkflowStatus) -> Iterator[WorkflowStatus]:
@@ -51,8 +53,9 @@ def _failed_iterations(executor_root: Path, campaign: WorkflowStatus) -> Iterato
 
 
 def _fatal_node(status: WorkflowStatus) -> NodeStatus | None:
-    """The last pod that failed and was not made good by a later attempt."""
-    fatal = [node for node in status.leaves() if node.unsuccessful and _stayed_failed(status, node)]
+    """The last node that failed, of itself and not through its children, and was not made good by a later attempt."""
+    own = (node for node in status.nodes.values() if node.type == "Pod" or node.error_code)
+    fatal = [node for node in own if node.unsuccessful and _stayed_failed(status, node)]
     return max(fatal, key=lambda node: node.finished_s, default=None)
 
 
@@ -63,20 +66,32 @@ def _stayed_failed(status: WorkflowStatus, node: NodeStatus) -> bool:
 
 def _explain(status: WorkflowStatus, node: NodeStatus) -> Failure:
     log = Path(node.folder) / LOG if node.folder else None
-    lines = _lines(log)
-    code = int(node.exit_code) if node.exit_code in KNOWN_CODES else 1
-    if node.exit_code in KILLED_CODES:
-        code = Interrupted.exit_code
+    lines = _lines(log) if _failed_in_process(node) else []
+    code = _exit_code(node)
     why = lines[-1] if lines else node.message or node.phase
     is_bug = code == 1 and len(lines) > 1
     step = ATTEMPT_SUFFIX.sub("", node.display_name or node.name)
     return Failure(
-        what=f"{step} of {status.name} failed (exit {node.exit_code or '?'})",
+        what=f"{step} of {status.name} failed (exit {node.exit_code if _failed_in_process(node) else code})",
         why=why,
         exit_code=code,
         log=log if lines else None,
         tail="\n".join(lines[-BUG_LINES:]) if is_bug else "",
     )
+
+
+def _failed_in_process(node: NodeStatus) -> bool:
+    """Its own process ended badly: not a child workflow's node, none that could not start, no missing output."""
+    return bool(node.folder) and not node.error_code and node.exit_code not in {"", "0"}
+
+
+def _exit_code(node: NodeStatus) -> int:
+    """The step's own code where it has a meaning for the user, 1 for any other; killed counts as interrupted."""
+    if node.error_code:
+        return node.error_code
+    if node.exit_code in KILLED_CODES:
+        return Interrupted.exit_code
+    return int(node.exit_code) if _failed_in_process(node) and node.exit_code in KNOWN_CODES else 1
 
 
 def _lines(log: Path | None) -> list[str]:

@@ -180,14 +180,8 @@ def list_draws(db: Database, run_id: str, iteration: int) -> list[PromptDraw]:
         return [PromptDraw(**row) for row in rows.mappings()]
 
 
-def drop_prompts(db: Database, run_id: str, iteration: int, reasons: Mapping[str, str]) -> None:
-    """Record that prompts (uid -> reason) won't be trained on; what is consumed or dropped already stays as it is."""
-    with db.transaction() as connection:
-        drop_open_prompts(connection, run_id, iteration, reasons)
-
-
 def drop_open_prompts(connection: Connection, run_id: str, iteration: int, reasons: Mapping[str, str]) -> None:
-    """`drop_prompts` within the caller's transaction."""
+    """Record that prompts (uid -> reason) won't be trained on; what is consumed or dropped already stays as it is."""
     statement = (
         update(prompt_draws)
         .where(

@@ -73,18 +73,25 @@ async def run_container(
     try:
         async with run.capacity():
             if run.shutdown:
-                node.exit_code = "-1"
-                run.transition(node, "Failed", run.shutdown)
-                return
+                return never_started(run, node, run.shutdown)
             step = run.session.client.start(argv, env, run.session.settings.working_dir, files.log)
-            code, reason = await Pod(run, node, files, step, kill, grace_s).supervise(deadline_s)
+            pod = Pod(run, node, files, step, kill, grace_s)
+            if not await pod.started():
+                return never_started(run, node, kill.result())
+            code, reason = await pod.supervise(deadline_s)
     finally:
         del run.pods[node.name]
     conclude(run, node, template, files, scope, code, reason)
 
 
+def never_started(run: "WorkflowRun", node: NodeStatus, reason: str) -> None:
+    """The end of a pod that was stopped or deleted before it had a process."""
+    node.exit_code = "-1"
+    run.transition(node, "Error" if reason == POD_DELETED else "Failed", reason)
+
+
 class Pod:
-    """A started process and the reasons to end it early."""
+    """A process, asked for or running, and the reasons to end it early."""
 
     def __init__(
         self,
@@ -102,9 +109,21 @@ class Pod:
         self.step = step
         self.kill = kill
 
+    async def started(self) -> bool:
+        """Waits for the process. False: it shall end before it began; the server kills it in the moment it forks it.
+
+        The server may be importing torch for seconds, or be gone: then this raises ServiceUnavailable.
+        """
+        waited_for: set[asyncio.Future[Any]] = {self.step.started, self.kill}
+        await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
+        if not self.step.started.done():
+            self.run.session.client.signal(self.step, signal.SIGKILL)
+            return False
+        self.node.pid = self.step.started.result()
+        return True
+
     async def supervise(self, deadline_s: float | None) -> tuple[int, str]:
-        """(exit code, why it was asked to end or "")."""
-        self.node.pid = await self.step.started
+        """(exit code, why it was asked to end or "") of a started process."""
         self.run.transition(self.node, "Running")
         loop = asyncio.get_running_loop()
         timer = None if deadline_s is None else loop.call_later(deadline_s, self.give_reason, DEADLINE)

@@ -1,6 +1,6 @@
 """A cluster of one machine: runs rendered Argo manifests as processes, with Argo's own rules.
 
-It covers the part of Argo that the manifests under `templates/` use and refuses the rest by name. Differences that a
+It covers the part of Argo that docs/local-executor.md lists and refuses the rest by name. Differences that a
 person may notice: backoff waits are scaled down (`backoff_scale`), every pod runs as this user on this machine, and a
 workflow that is submitted again is resumed, its failed children included (on a cluster: `argo retry` for each).
 """
@@ -111,8 +111,8 @@ class LocalCluster:
     def stop(self) -> None:
         """Ends the submission from another thread or a signal handler; returns at once.
 
-        Running steps get SIGTERM, their grace period, SIGKILL; a second call skips the grace. The status is persisted
-        as Failed, "Stopped"; the exit handler does not run; `submit` returns.
+        Running steps get SIGTERM, their grace period, SIGKILL; a second call skips the grace. What has not begun never
+        does. The status is persisted as Failed, "Stopped"; the exit handler does not run; `submit` returns.
         """
         self._stop_requested = True
         self._call(lambda session: session.stop())

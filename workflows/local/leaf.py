@@ -65,6 +65,7 @@ class Leaf:
             elif isinstance(self.template.body, Resource):
                 await run_resource(self.run, node, self.template, self.template.body, scope)
         except StepError as error:
+            node.error_code = error.exit_code
             self.run.transition(node, "Error", str(error))
         return node
 
@@ -91,6 +92,7 @@ class Leaf:
             try:
                 verdict = decide(self.resolved(strategy), last, attempts)
             except ConfigError as error:
+                node.error_code = error.exit_code
                 self.run.transition(node, "Error", f"retryStrategy of {self.template.name}: {error}")
                 return node
             if not verdict.again or await self.interrupted(verdict, node):
@@ -98,7 +100,9 @@ class Leaf:
             extra = retry_scope(last, len(earlier) + attempts)
 
     def must_end(self) -> bool:
-        return bool(self.run.shutdown) or (self.boundary is not None and self.boundary.closed)
+        if self.run.shutdown or self.run.session.client.server_ended:
+            return True
+        return self.boundary is not None and self.boundary.closed
 
     async def interrupted(self, verdict: Verdict, node: NodeStatus) -> bool:
         """Waits as the backoff says, scaled; True when the workflow was stopped meanwhile."""
@@ -114,7 +118,8 @@ class Leaf:
     def end(self, node: NodeStatus, last: NodeStatus, message: str) -> NodeStatus:
         """The Retry node takes over what its last attempt was."""
         node.outputs, node.artifacts = last.outputs, last.artifacts
-        node.exit_code, node.attempt, node.progress = last.exit_code, last.attempt, last.progress
+        node.exit_code, node.error_code = last.exit_code, last.error_code
+        node.attempt, node.progress = last.attempt, last.progress
         self.run.transition(node, last.phase, message or last.message)
         return node
 

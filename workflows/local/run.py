@@ -211,8 +211,9 @@ class WorkflowRun:
     # -- nodes --------------------------------------------------------------------------------------------------------
 
     def omit(self, boundary: Boundary, name: str, call: Call, message: str, phase: str = "Omitted") -> CallResult:
-        """A node that does not run: Omitted, Skipped, or an Error before it could start."""
+        """A node that does not run: Omitted, Skipped, or an Error (of the manifest) before it could start."""
         node = self.begin(name, "Skipped", self.spec.templates[call.template], boundary.node.name, {})
+        node.error_code = ConfigError.exit_code if phase == "Error" else 0
         self.transition(node, phase, message)
         boundary.note(node)
         return CallResult(phase, (node,))
@@ -284,6 +285,7 @@ class WorkflowRun:
             shown = display_name(template, scope, name)
         except ConfigError as error:
             node = self.begin(name, "Skipped", template, parent, arguments)
+            node.error_code = error.exit_code
             self.transition(node, "Error", str(error))
             return node
         async with self.session.mutexes.hold(mutexes, lambda: bool(self.shutdown)):
@@ -314,7 +316,7 @@ class WorkflowRun:
             try:
                 self.publish(node, *resolve_outputs(template, {**scope, **known}, node.name))
             except ConfigError as error:
-                phase, message = "Error", str(error)
+                phase, message, node.error_code = "Error", str(error), error.exit_code
         self.transition(node, phase, self.shutdown if self.shutdown and phase != "Succeeded" else message)
         return node
 

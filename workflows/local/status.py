@@ -24,7 +24,9 @@ class NodeStatus:
     """A node as Argo counts them: a pod, one attempt of a retried pod, or a group of nodes.
 
     phase: Pending, Running, Succeeded, Failed, Error, Skipped or Omitted. exit_code is "" until there is one, "-1" for
-    a pod that was deleted. attempt counts from 0. Times are UTC epoch seconds. artifacts map names to local paths.
+    a pod that was deleted. error_code is that of the StepError that ended the node in place of a process, 0 without
+    one; retry expressions don't see it, as on a cluster. attempt counts from 0. Times are UTC epoch seconds. artifacts
+    map names to local paths.
     """
 
     name: str
@@ -38,6 +40,7 @@ class NodeStatus:
     outputs: dict[str, str] = field(default_factory=dict)
     artifacts: dict[str, str] = field(default_factory=dict)
     exit_code: str = ""
+    error_code: int = 0
     attempt: int = 0
     progress: str = ""
     pod_name: str = ""

@@ -97,7 +97,7 @@ class WarmServer:
         try:
             self._process.wait(_END_WAIT_S)
         except subprocess.TimeoutExpired:
-            self._process.terminate()
+            self._process.kill()
             self._process.wait()
 
 
@@ -118,6 +118,11 @@ class WarmClient:
         self._steps: dict[int, StepProcess] = {}
         self._ended = False
 
+    @property
+    def server_ended(self) -> bool:
+        """True once no step can be started any more."""
+        return self._ended
+
     async def __aenter__(self) -> "WarmClient":
         # A duplicate, so that the server outlives this event loop.
         self._reader, self._writer = await asyncio.open_connection(sock=self._server.socket.dup())
@@ -133,22 +138,28 @@ class WarmClient:
         self._writer.close()
 
     async def _listen(self) -> None:
-        while line := await self._reader.readline():
-            message = json.loads(line)
-            step = self._steps.get(message["id"])
-            if step is None:  # left over from a submission that was cut short
-                continue
-            if "pid" in message:
-                step.started.set_result(message["pid"])
-            else:
-                del self._steps[step.id]
-                step.ended.set_result(message["code"])
-        self._ended = True
-        for step in self._steps.values():
-            for future in (step.started, step.ended):
-                if not future.done():
-                    future.set_exception(self._gone())
-                    future.exception()  # mark as retrieved: whoever waits for it still gets it
+        try:
+            while line := await self._reader.readline():
+                self._receive(json.loads(line))
+        except (ConnectionError, ValueError):  # it was killed with a request unread, or in the middle of a line
+            pass
+        finally:
+            self._ended = True
+            for step in self._steps.values():
+                for future in (step.started, step.ended):
+                    if not future.done():
+                        future.set_exception(self._gone())
+                        future.exception()  # mark as retrieved: whoever waits for it still gets it
+
+    def _receive(self, message: Mapping[str, int]) -> None:
+        step = self._steps.get(message["id"])
+        if step is None:  # left over from a submission that was cut short
+            return
+        if "pid" in message:
+            step.started.set_result(message["pid"])
+        else:
+            del self._steps[step.id]
+            step.ended.set_result(message["code"])
 
     def _gone(self) -> ServiceUnavailable:
         return ServiceUnavailable(f"the process that starts the steps has ended; see {self._server.log}")

@@ -7,8 +7,9 @@ It reads JSON lines from the socket FD and answers with JSON lines:
 `code` is the exit code, 128 + n for death by signal n, as Kubernetes shows it. `python -m MODULE` runs in the fork
 itself, any other argv is executed. When the socket closes (the executor ended, however it did), every step is killed.
 
-One thread, no torch operation and no project code before a fork: a forked child of a threaded parent may deadlock.
-It imports the standard library only, and runs as a script, so that steps see none of our modules loaded.
+One thread and no torch operation before a fork: a forked child of a threaded parent may deadlock. FIRST and WHEN_IDLE
+may name modules of the project that keep to this when imported; steps run them as they were when the server started.
+Besides these it imports the standard library only, and runs as a script, so that steps see nothing else of ours loaded.
 """
 
 import atexit
@@ -35,10 +36,12 @@ EXIT_COMMAND_NOT_FOUND = 64  # as Argo's own supervisor process answers
 
 
 def preload(modules: list[str]) -> None:
-    """Imports what is there; a module that isn't installed only makes its users slower."""
+    """Imports what it can. A module that is not installed, or is broken, fails in the step that needs it, not here."""
     for module in modules:
-        with contextlib.suppress(ImportError):
+        try:
             importlib.import_module(module)
+        except Exception as error:
+            print(f"not preloaded: {module}: {error!r}", file=sys.stderr)
     gc.collect()
     gc.freeze()  # a collection in a child must not touch, and so copy, every inherited page
 
