@@ -331,6 +331,15 @@ def test_a_full_disk_is_one_line_when_the_page_is_written(
     assert "version" in captured.out
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_full_disk_is_one_line_when_the_output_goes_there(options: list[str], whole_run: tuple[Path, str]) -> None:
+    with open("/dev/full", "w") as full:
+        line = command("report", "tiny-1", "--runs-dir", str(whole_run[0]), *options)
+        done = subprocess.run(line, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 69
+    assert done.stderr == "moerl: the output: No space left on device; free some space and run again\n"
+
+
 def test_the_report_of_the_outcome_does_not_hide_what_ended_the_run(
     whole_run: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

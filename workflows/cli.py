@@ -4,7 +4,9 @@ Exit codes are those of `steps.errors`. A user's mistake is one line on stderr. 
 Commands import what they need when they run: `moerl --help` loads neither torch nor MLflow.
 """
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from steps.errors import DataError, ServiceUnavailable, StepError, UsageError
+from steps.errors import DataError, Interrupted, ServiceUnavailable, StepError, UsageError
 from workflows.printed_commands import moerl_command, shown_path
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ RunsDir = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Folder
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run id, or the path of its folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 RUNS_DIR = Path("runs")
+TYPER_INTERRUPTED = 130
+"""Typer returns this after a Ctrl-C that no handler of ours took: before the run's start, or after its end."""
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def examples(*lines: str) -> str:
@@ -190,6 +195,9 @@ def run_command_line(arguments: list[str]) -> int:
     """The exit code; a user's mistake is printed as one line."""
     try:
         code = app(arguments, prog_name="moerl", standalone_mode=False)
+        if code == TYPER_INTERRUPTED:
+            raise KeyboardInterrupt
+        sys.stdout.flush()
     except StepError as error:
         typer.echo(f"moerl: {error}", err=True)
         return error.exit_code
@@ -197,7 +205,16 @@ def run_command_line(arguments: list[str]) -> int:
         if error.format_message():  # without arguments the help was printed instead
             typer.echo(f"moerl: {error.format_message().rstrip('.')}; see {moerl_command('--help')}", err=True)
         return UsageError.exit_code
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        # Wherever it was met, stdout included: what waits there for space must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        typer.echo(
+            f"moerl: {error.filename or 'the output'}: {error.strerror}; free some space and run again", err=True
+        )
+        return ServiceUnavailable.exit_code
     except (typer.Abort, KeyboardInterrupt):
         typer.echo("moerl: stopped", err=True)
-        return 75
+        return Interrupted.exit_code
     return code if isinstance(code, int) else 0
