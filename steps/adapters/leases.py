@@ -111,7 +111,7 @@ def mark_done(connection: Connection, lease: Lease) -> str | None:
 
 def _first_free(run_id: str, iteration: int, kind: UnitKind) -> Select[tuple[int]]:
     candidates = work_units.alias("candidates")
-    expired = and_(candidates.c.state == "leased", candidates.c.expires_at < database_clock())
+    expired = and_(candidates.c.state == "leased", candidates.c.expires_at <= database_clock())
     return (
         select(candidates.c.unit)
         .where(
