@@ -29,6 +29,7 @@ from steps.records import Prompt
 from steps.seeds import derive_seed, draw_prompts, sample_seed
 from steps.tasks.catalog import build_dataset, load_verifier
 from steps.tasks.scoring import score
+from steps.trainers import new_trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +99,7 @@ def measure(config: RunConfig, publication: Path, batches: int) -> list[dict[str
     model = load_model(publication)
     attach_dispatcher(model, config.moe)
     model.share_memory()
-    trainer = PolicyTrainer(
-        model,
-        loss=config.train.loss,
-        optimizer=config.train.optimizer,
-        update=config.train.update,
-        moe=config.moe,
-        sampling=config.rollout.sampling,
-    )
+    trainer = new_trainer(config, model)
     prompts = {prompt.uid: prompt for prompt in build_dataset(config.task, config.seed).train}
     size = config.rollout.prompts_per_iteration
     workers = ProcessPoolExecutor(
