@@ -25,11 +25,13 @@ _DTYPES = {
     "reward_ok_N": torch.bool,
     "group_N": torch.int32,
 }
+_ROUTING = {"prompt_routing_PLK": "prompt_ids", "response_routing_RLK": "response_ids"}
+"""Fields of an optional routing, and the flat field that each runs along."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingBatch:
-    """N responses; every field is a 1-D CPU tensor, and flat fields hold the rows one after another.
+    """N responses; every field is a CPU tensor, 1-D but for the routing; flat fields hold the rows one after another.
 
     Raises ValueError naming the field when dtypes, lengths or group indices don't fit together, and Diverged when the
     sampler's log-probabilities are not finite.
@@ -53,6 +55,11 @@ class TrainingBatch:
     """bool: whether the response has a usable reward."""
     group_N: Tensor
     """int32 dense group index, 0..K-1, every index used."""
+    prompt_routing_PLK: Tensor | None = None
+    """int16 (prompt tokens, layers with experts, experts a token): the experts that the sampler sent each prompt token
+    to; a row of -1 is missing. None, as the responses' is, when no sample has a routing."""
+    response_routing_RLK: Tensor | None = None
+    """int16, of the response tokens; the row of a response's last token is missing."""
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -60,6 +67,7 @@ class TrainingBatch:
             if tensor.dtype != dtype or tensor.dim() != 1:
                 raise ValueError(f"batch {name}: expected a 1-D {dtype} tensor, got {tensor.dtype} {tensor.shape}")
         self._check_lengths()
+        self._check_routing()
 
     def _check_lengths(self) -> None:
         for name in ("response_lens_N", "rewards_N", "reward_ok_N", "group_N"):
@@ -84,6 +92,21 @@ class TrainingBatch:
         if not torch.equal(torch.unique(self.group_N), torch.arange(self.num_groups, dtype=torch.int32)):
             raise ValueError("batch group_N: group indices must be dense, 0..K-1, each used")
 
+    def _check_routing(self) -> None:
+        shapes = set()
+        for name, tokens in _ROUTING.items():
+            ids_TLK = getattr(self, name)
+            shapes.add(None if ids_TLK is None else tuple(ids_TLK.shape[1:]))
+            if ids_TLK is None:
+                continue
+            if ids_TLK.dtype != torch.int16 or ids_TLK.dim() != 3 or len(ids_TLK) != len(getattr(self, tokens)):
+                raise ValueError(
+                    f"batch {name}: expected an int16 (tokens of {tokens}, layers, experts a token) tensor, got "
+                    f"{ids_TLK.dtype} {tuple(ids_TLK.shape)}"
+                )
+        if len(shapes) > 1:
+            raise ValueError(f"batch {' and '.join(_ROUTING)}: give both, with equal layers and experts a token")
+
     def __len__(self) -> int:
         return len(self.prompt_lens_N)
 
@@ -101,8 +124,12 @@ class TrainingBatch:
         versions: Sequence[Sequence[int]],
         rewards: Sequence[float | None],
         groups: Sequence[int],
+        routings: Sequence[Tensor | None] = (),
     ) -> "TrainingBatch":
-        """Build a batch from N ragged rows; a reward of None means that the response has no usable reward."""
+        """Build a batch from N ragged rows; a reward of None means that the response has no usable reward.
+
+        `routings`: none, or for each row int16 (prompt and response tokens, layers, experts a token), or None.
+        """
 
         def flatten(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
             return torch.tensor([value for row in rows for value in row], dtype=dtype)
@@ -120,18 +147,18 @@ class TrainingBatch:
             rewards_N=torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float32),
             reward_ok_N=torch.tensor([reward is not None for reward in rewards], dtype=torch.bool),
             group_N=torch.tensor(list(groups), dtype=torch.int32),
+            **_flat_routing(routings, [len(row) for row in prompts], [len(row) for row in responses]),
         )
 
     def to_tensors(self) -> dict[str, Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Every field by its name, without a routing that there is not."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "TrainingBatch":
         """Raises ValueError naming the missing or unknown tensors, or the field that is malformed."""
-        if tensors.keys() != _DTYPES.keys():
-            raise ValueError(
-                f"batch tensors: missing or unknown {sorted(tensors.keys() ^ _DTYPES.keys())}; write it anew"
-            )
+        if wrong := sorted((tensors.keys() - _ROUTING.keys()) ^ _DTYPES.keys()):
+            raise ValueError(f"batch tensors: missing or unknown {wrong}; write it anew")
         return cls(**tensors)
 
     def to_bytes(self) -> bytes:
@@ -148,6 +175,26 @@ class TrainingBatch:
         return cls.from_tensors(tensors)
 
 
+def _flat_routing(
+    routings: Sequence[Tensor | None], prompt_lens: Sequence[int], response_lens: Sequence[int]
+) -> dict[str, Tensor]:
+    """The routing fields of a batch, -1 where a row has none; empty when no row has one."""
+    first = next((routing for routing in routings if routing is not None), None)
+    if first is None:
+        return {}
+    prompts, responses = [], []
+    for row, (routing, prompt, response) in enumerate(zip(routings, prompt_lens, response_lens, strict=True)):
+        own = first.new_full((prompt + response, *first.shape[1:]), -1) if routing is None else routing
+        if own.shape != (prompt + response, *first.shape[1:]):
+            raise ValueError(
+                f"batch row {row}: routing of shape {tuple(own.shape)}, expected {prompt + response} tokens of "
+                f"{tuple(first.shape[1:])} layers and experts a token; samples of one batch come from one model"
+            )
+        prompts.append(own[:prompt])
+        responses.append(own[prompt:])
+    return {"prompt_routing_PLK": torch.cat(prompts), "response_routing_RLK": torch.cat(responses)}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
     """B responses to U distinct prompts, padded: P prompt positions, R response positions."""
@@ -160,6 +207,8 @@ class MicroBatch:
     """int64, left-padded."""
     prompt_mask_UP: Tensor
     """bool."""
+    prompt_flat_UP: Tensor
+    """int64: position of each prompt token in the batch's flat fields (a repeated one where padded)."""
     response_ids_BR: Tensor
     """int64, right-padded."""
     response_mask_BR: Tensor
@@ -182,12 +231,18 @@ class BatchCutter:
         self._first_row_of_prompt = self._find_equal_prompts()
 
     def _find_equal_prompts(self) -> list[int]:
-        """For each row, the first row with the same prompt."""
-        flat = self._batch.prompt_ids.tolist()
-        first: dict[tuple[int, ...], int] = {}
+        """For each row, the first row with the same prompt, whose tokens also went to the same experts if recorded."""
+        flat, routing = self._batch.prompt_ids.tolist(), self._batch.prompt_routing_PLK
+        first: dict[tuple[tuple[int, ...], bytes], int] = {}
         starts = self._prompt_starts_N.tolist()
         return [
-            first.setdefault(tuple(flat[start : start + length]), row)
+            first.setdefault(
+                (
+                    tuple(flat[start : start + length]),
+                    b"" if routing is None else routing[start : start + length].numpy().tobytes(),
+                ),
+                row,
+            )
             for row, (start, length) in enumerate(zip(starts, self._prompt_lens, strict=True))
         ]
 
@@ -230,6 +285,7 @@ class BatchCutter:
             prompt_of_row_B=torch.tensor([position[first] for first in firsts], device=device),
             prompt_ids_UP=batch.prompt_ids[prompt_flat_UP].long().masked_fill(~prompt_mask_UP, self._pad_id).to(device),
             prompt_mask_UP=prompt_mask_UP.to(device),
+            prompt_flat_UP=prompt_flat_UP,
             response_ids_BR=batch.response_ids[flat_BR].long().masked_fill(~mask_BR, self._pad_id).to(device),
             response_mask_BR=mask_BR.to(device),
             flat_BR=flat_BR,

@@ -1,77 +1,142 @@
-"""Trainer state on disk: one safetensors file and, written last, a state.json that names it and its checksum."""
+"""Trainer state on disk: every rank's pieces in safetensors files, and a state.json, written last, that names them all.
 
-import hashlib
-import json
-import os
+    model-00000-of-00002.safetensors   optimizer-00000-of-00002.safetensors   state.json   (rank 0)
+    model-00001-of-00002.safetensors   optimizer-00001-of-00002.safetensors                (rank 1)
+
+A tensor that several ranks hold alike is written by one of them. A state can be read in any layout.
+"""
+
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from safetensors.torch import load, save
+import torch
+import torch.distributed as dist
 
-from moe.update import PolicyTrainer
+from moe.checkpoint_files import TensorSpec, WrittenFile, alignment_order, write_json, write_safetensors
+from moe.checkpoint_index import STATE_FILE, StoredPiece, StoredTensor, TrainerState, read_state
+from moe.checkpoint_reader import files_needed, read_pieces, verify_files
+from moe.placement import Piece
 
-STATE_FILE = "state.json"
-FORMAT = 1
+MODEL_PREFIX = "model."
 
 
-def save_trainer_state(trainer: PolicyTrainer, folder: Path) -> None:
-    """Write the trainer's state into `folder`, replacing an older state there.
+class Loadable(Protocol):
+    """What takes over a state, or a part of it: `moe.update.PolicyTrainer`, `moe.checkpoint_weights.ModelWeights`."""
 
-    A crash at any point leaves the older state or the new one, never a mixture: the tensors get a new name, and
-    state.json, which names them, is replaced last.
+    def prepare_load(self, stored: Mapping[str, tuple[int, ...]]) -> dict[str, Piece]:
+        """The pieces to fill from a state that has tensors of these names and full shapes; may be called again."""
+
+    def restore_progress(self, progress: Mapping[str, Any]) -> None:
+        """Take over what `Checkpointed.progress` returned, after the pieces were filled."""
+
+
+class Checkpointed(Protocol):
+    """What has a state: `moe.update.PolicyTrainer`."""
+
+    def state_pieces(self) -> dict[str, Piece]:
+        """This rank's pieces, by tensor name; the tensors are the live ones."""
+
+    def progress(self) -> dict[str, Any]:
+        """The rest of the state, as JSON values; equal on all ranks."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What one rank reports to all: its files, and the pieces in them."""
+
+    files: dict[str, WrittenFile]
+    pieces: list[tuple[str, tuple[int, ...], torch.dtype, StoredPiece]]
+    """(name, full shape, dtype, piece)"""
+
+
+def save_trainer_state(trainer: Checkpointed, folder: Path, rank: int = 0, ranks: int = 1) -> list[Path]:
+    """Write this rank's files of the state into `folder`; returns them, on rank 0 with state.json as the last one.
+
+    All ranks call it together; each may have a folder of its own. Give each state a new folder: files of the same
+    names are replaced one by one. Equal states give equal bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in trainer.state_tensors().items()}
-    data = bytes(save(tensors))
-    sha256 = hashlib.sha256(data).hexdigest()
-    tensors_file = f"trainer-{sha256[:16]}.safetensors"
-    _write(folder / tensors_file, data)
-    state = {
-        "format": FORMAT,
-        "tensors_file": tensors_file,
-        "tensors_sha256": sha256,
-        "size_bytes": len(data),
-        "progress": trainer.progress(),
-    }
-    _write(folder / STATE_FILE, json.dumps(state, indent=1, sort_keys=True).encode())
-    for old in folder.glob("trainer-*.safetensors"):
-        if old.name != tensors_file:
-            old.unlink(missing_ok=True)
+    written = _write_pieces(trainer.state_pieces(), folder, rank, ranks)
+    paths = [folder / name for name in sorted(written.files)]
+    everyones = [written]
+    if ranks > 1:
+        gathered: list[Any] = [None] * ranks
+        dist.all_gather_object(gathered, written)
+        everyones = gathered
+    if rank == 0:
+        state = TrainerState(
+            progress=trainer.progress(),
+            files={name: file for one in everyones for name, file in one.files.items()},
+            tensors=_index(everyones),
+        )
+        write_json(folder / STATE_FILE, state.to_json())
+        paths.append(folder / STATE_FILE)
+    return paths
 
 
-def load_trainer_state(trainer: PolicyTrainer, folder: Path) -> None:
-    """Restore the state that `save_trainer_state` wrote.
+def load_trainer_state(trainer: Loadable, folder: Path) -> None:
+    """Restore a state, written by any number of ranks in any layout, into this rank's part of `trainer`.
 
-    Raises ValueError naming the file that is missing or corrupt, or the tensor that does not fit the trainer's model.
+    `folder` needs state.json and the files that `required_files` names. Raises ValueError of one line naming the file
+    that is missing or corrupt, or the tensor that does not fit; the trainer must then not be used.
     """
-    state = _read_state(folder / STATE_FILE)
-    path = folder / str(state["tensors_file"])
-    if not path.is_file():
-        raise ValueError(f"checkpoint {path}: the file is missing; restore it or go back to an older checkpoint")
-    data = path.read_bytes()
-    if hashlib.sha256(data).hexdigest() != state["tensors_sha256"]:
-        raise ValueError(f"checkpoint {path}: its checksum is wrong; restore it or go back to an older checkpoint")
-    trainer.load_state(load(data), state["progress"])
+    state = read_state(folder)
+    pieces = trainer.prepare_load(state.shapes)
+    verify_files(folder, state, files_needed(state, pieces))
+    read_pieces(folder, state, pieces)
+    trainer.restore_progress(state.progress)
 
 
-def _read_state(path: Path) -> dict[str, Any]:
-    try:
-        state = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ValueError(f"checkpoint {path}: the file is missing; the checkpoint was never finished") from error
-    except ValueError as error:
-        raise ValueError(f"checkpoint {path}: not JSON ({error}); go back to an older checkpoint") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(f"checkpoint {path}: not a trainer state of format {FORMAT}; write it anew")
-    if missing := {"tensors_file", "tensors_sha256", "progress"} - state.keys():
-        raise ValueError(f"checkpoint {path}: key {min(missing)} is missing; go back to an older checkpoint")
-    return state
+def required_files(trainer: Loadable, folder: Path) -> list[str]:
+    """Names of the files besides state.json, the only one that must be in `folder`, that this rank has to load."""
+    state = read_state(folder)
+    return sorted(files_needed(state, trainer.prepare_load(state.shapes)))
 
 
-def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def model_files(folder: Path) -> list[str]:
+    """Names of the files besides state.json, the only one that must be in `folder`, that hold the model's weights."""
+    return read_state(folder).files_of(MODEL_PREFIX)
+
+
+def _write_pieces(pieces: Mapping[str, Piece], folder: Path, rank: int, ranks: int) -> _Written:
+    by_file: dict[str, dict[str, Piece]] = defaultdict(dict)
+    for name, piece in pieces.items():
+        is_empty = not piece.tensor.numel() and prod(piece.full_shape) > 0
+        if not is_empty and _writer(name, piece.replicas) == piece.replica:
+            kind = "model" if name.startswith(MODEL_PREFIX) else "optimizer"
+            by_file[f"{kind}-{rank:05d}-of-{ranks:05d}.safetensors"][name] = piece
+    written = _Written({}, [])
+    for file, own in by_file.items():
+        specs = [TensorSpec(name, piece.tensor.dtype, tuple(piece.tensor.shape)) for name, piece in own.items()]
+        specs.sort(key=alignment_order)
+        tensors = (own[spec.name].tensor for spec in specs)
+        written.files[file] = write_safetensors(folder / file, specs, tensors, metadata={})
+        for spec in specs:
+            piece = own[spec.name]
+            stored = StoredPiece(file, piece.offset, spec.shape)
+            written.pieces.append((spec.name, piece.full_shape, spec.dtype, stored))
+    return written
+
+
+def _writer(name: str, replicas: int) -> int:
+    """Which of the replicas of a tensor writes it: spread evenly, and known to each without a word."""
+    return zlib.crc32(name.encode()) % replicas
+
+
+def _index(everyones: list[_Written]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for name, full_shape, dtype, piece in (entry for one in everyones for entry in one.pieces):
+        before = tensors.get(name, StoredTensor(full_shape, dtype, ()))
+        tensors[name] = StoredTensor(full_shape, dtype, (*before.pieces, piece))
+    for name, tensor in tensors.items():
+        written, whole = sum(prod(piece.shape) for piece in tensor.pieces), prod(tensor.shape)
+        if written != whole:
+            raise ValueError(
+                f"trainer state: the ranks hold {written} of {whole} elements of {name}; check its replicas"
+            )
+    return tensors

@@ -6,75 +6,23 @@ family runs on the model's own forward.
 """
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moe.decoding import Decoder, DecodingSession, PromptBatch, RoutingRecord, prompt_routing
 from moe.experts import grouped_mm
+from moe.routing import RouterControl
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose table depends on the position alone."""
 _PREFILL_PROMPTS = 64
 """Distinct prompts in one prefill pass: it bounds the activations, which then stay in cache."""
-
-
-@dataclass(frozen=True)
-class PromptBatch:
-    """Distinct prompts, left-padded, and how often each is sampled.
-
-    `ids_UP` int64 (distinct prompts, padded length); `valid_UP` bool, False at padding; `copies_U` int64: the rows of
-    prompt u are `copies_U[u]` consecutive rows of the batch, those of prompt 0 from `first_row` on.
-    """
-
-    ids_UP: Tensor
-    valid_UP: Tensor
-    copies_U: Tensor
-    first_row: int = 0
-
-    def split(self, size: int) -> list["PromptBatch"]:
-        """Consecutive parts of at most `size` prompts, each with its place in the whole batch."""
-        parts, first_row = [], self.first_row
-        fields = (torch.split(field, size) for field in (self.ids_UP, self.valid_UP, self.copies_U))
-        for ids, valid, copies in zip(*fields, strict=True):
-            parts.append(PromptBatch(ids, valid, copies, first_row))
-            first_row += int(copies.sum())
-        return parts
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether some prompt is shorter than the longest."""
-        return not bool(self.valid_UP.all())
-
-    def positions_UP(self) -> Tensor:
-        """Position of each token in its own prompt, int64; 0 at padding."""
-        return (self.valid_UP.cumsum(1) - 1).clamp(min=0)
-
-
-class DecodingSession(Protocol):
-    """One batch being decoded. `logits_BV` are float32 logits of the next token."""
-
-    @property
-    def logits_BV(self) -> Tensor: ...
-
-    def step(self, tokens_B: Tensor) -> None:
-        """Append one int64 token to every row and update `logits_BV`."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop every row but the int64 indices `rows`; `logits_BV` is stale until the next `step`."""
-
-
-class Decoder(Protocol):
-    """Starts decoding sessions on the weights it read at the last `refresh`."""
-
-    def refresh(self) -> None:
-        """Read the model's weights again."""
-
-    def open_session(self, prompts: PromptBatch, max_new_tokens: int) -> DecodingSession:
-        """Prefill `prompts`, with room for `max_new_tokens` more."""
 
 
 def build_decoder(model: PreTrainedModel) -> Decoder:
@@ -174,11 +122,13 @@ class Qwen3MoeDecoder:
         rotated = torch.addcmul(normed * cos_T1D, torch.roll(normed, self.head_dim // 2, -1), sin_T1D)
         return rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, num_rotated:]
 
-    def add_experts(self, layer: _Layer, hidden_TH: Tensor) -> Tensor:
-        """`hidden_TH` plus its mixture of experts, (T, H)."""
+    def add_experts(self, layer: _Layer, hidden_TH: Tensor, chosen: list[Tensor] | None) -> Tensor:
+        """`hidden_TH` plus its mixture of experts, (T, H); the tokens' (T, K) experts are appended to `chosen`."""
         normed = self.norm(hidden_TH, layer.experts_norm_H)
         probs = torch.softmax(normed.mm(layer.router_HE), -1, dtype=torch.float32)
         weights_TK, ids_TK = torch.topk(probs, self.top_k, -1)
+        if chosen is not None:
+            chosen.append(ids_TK)
         if self.normalises_top_k:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         sorted_ids_S, order_S = torch.sort(ids_TK.view(-1))
@@ -193,14 +143,24 @@ class Qwen3MoeDecoder:
         """Float32 logits of the token after each row."""
         return self.norm(hidden_BH, self.final_norm_H).mm(self.head_HV).float()
 
-    def open_session(self, prompts: PromptBatch, max_new_tokens: int) -> DecodingSession:
-        """Prefill the distinct prompts and spread their caches over the rows of the batch."""
-        return _Qwen3MoeSession(self, prompts, max_new_tokens)
+    def open_session(
+        self, prompts: PromptBatch, max_new_tokens: int, *, record_routing: bool = False
+    ) -> DecodingSession:
+        """Prefill the distinct prompts and spread their caches over the rows of the batch.
+
+        In the last layer only the last prompt token is computed: the others' experts are unknown there, and matter to
+        nothing.
+        """
+        return _Qwen3MoeSession(self, prompts, max_new_tokens, record_routing)
 
 
 class _Qwen3MoeSession:
-    def __init__(self, decoder: Qwen3MoeDecoder, prompts: PromptBatch, max_new_tokens: int) -> None:
+    def __init__(
+        self, decoder: Qwen3MoeDecoder, prompts: PromptBatch, max_new_tokens: int, record_routing: bool
+    ) -> None:
         self._decoder = decoder
+        self.routing: RoutingRecord | None = None
+        prefilled: list[Tensor] | None = [] if record_routing else None
         self._length = prompts.ids_UP.shape[1]
         self._cos, self._sin = decoder.rotary_table(self._length + max_new_tokens)
         num_rows, total = int(prompts.copies_U.sum()), self._length + max_new_tokens
@@ -209,7 +169,11 @@ class _Qwen3MoeSession:
         self._bias_B1T: Tensor | None = None
         if prompts.is_padded:
             self._track_padding(prompts, max_new_tokens)
-        self.logits_BV = torch.cat([self._prefill(chunk) for chunk in prompts.split(_PREFILL_PROMPTS)])
+        chunks = prompts.split(_PREFILL_PROMPTS)
+        self.logits_BV = torch.cat([self._prefill(chunk, prefilled) for chunk in chunks])
+        if prefilled is not None:
+            shape_LK = (len(decoder.layers), decoder.top_k)
+            self.routing = RoutingRecord(torch.cat(prefilled), torch.empty(0, *shape_LK, dtype=torch.int16))
 
     def _track_padding(self, prompts: PromptBatch, max_new_tokens: int) -> None:
         valid_BP = prompts.valid_UP.repeat_interleave(prompts.copies_U, 0)
@@ -228,8 +192,9 @@ class _Qwen3MoeSession:
         keys = self._cos.new_empty(num_rows, kv_heads, head_dim, total)
         return keys, self._cos.new_empty(num_rows, kv_heads, total, head_dim)
 
-    def _prefill(self, prompts: PromptBatch) -> Tensor:
-        """Fill the rows of `prompts` in the caches; logits (rows, V)."""
+    def _prefill(self, prompts: PromptBatch, prefilled: list[Tensor] | None) -> Tensor:
+        """Fill the rows of `prompts` in the caches; logits (rows, V). Their experts (U, P, L, K) go to `prefilled`."""
+        chosen: list[Tensor] | None = None if prefilled is None else []
         decoder, (num_prompts, length) = self._decoder, prompts.ids_UP.shape
         hidden = decoder.embedding_VH.index_select(0, prompts.ids_UP.reshape(-1))
         positions = prompts.positions_UP().reshape(-1)
@@ -245,7 +210,9 @@ class _Qwen3MoeSession:
                 hidden, query, mask = hidden.view(num_prompts, length, -1)[:, -1], query[:, :, -1:], mask[:, :, -1:]
             attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=1.0, enable_gqa=True)
             hidden = hidden.addmm(attended.transpose(1, 2).reshape(len(hidden), -1), layer.attention_out)
-            hidden = decoder.add_experts(layer, hidden)
+            hidden = decoder.add_experts(layer, hidden, chosen)
+        if prefilled is not None and chosen is not None:
+            prefilled.append(prompt_routing(prompts.valid_UP, chosen))
         return decoder.next_logits(hidden).repeat_interleave(prompts.copies_U, 0)
 
     def _store(self, cache: tuple[Tensor, Tensor], prompts: PromptBatch, key: Tensor, value: Tensor) -> None:
@@ -257,12 +224,15 @@ class _Qwen3MoeSession:
 
     def step(self, tokens_B: Tensor) -> None:
         decoder = self._decoder
+        chosen: list[Tensor] | None = None if self.routing is None else []
         hidden = decoder.embedding_VH.index_select(0, tokens_B)
         cos, sin = self._next_rotary()
         for layer, cache in zip(decoder.layers, self._caches, strict=True):
             query, key, value = decoder.query_key_value(layer, hidden, cos, sin)
             attended = self._attend(cache, query, key, value)
-            hidden = decoder.add_experts(layer, hidden.addmm(attended, layer.attention_out))
+            hidden = decoder.add_experts(layer, hidden.addmm(attended, layer.attention_out), chosen)
+        if self.routing is not None and chosen is not None:
+            self.routing.step_BLK = torch.stack(chosen, dim=1).to(torch.int16)
         self._length += 1
         self.logits_BV = decoder.next_logits(hidden)
 
@@ -314,41 +284,52 @@ class ForwardDecoder:
     def refresh(self) -> None:
         """Nothing is copied from the model."""
 
-    def open_session(self, prompts: PromptBatch, max_new_tokens: int) -> DecodingSession:
+    def open_session(
+        self, prompts: PromptBatch, max_new_tokens: int, *, record_routing: bool = False
+    ) -> DecodingSession:
         """Prefill the distinct prompts; the model's cache grows by itself."""
-        return _ForwardSession(self._model, prompts)
+        return _ForwardSession(self._model, prompts, RouterControl.of(self._model) if record_routing else None)
 
 
 class _ForwardSession:
-    def __init__(self, model: Any, prompts: PromptBatch) -> None:
+    def __init__(self, model: Any, prompts: PromptBatch, routers: RouterControl | None) -> None:
         self._model = model
+        self._routers = routers
+        self.routing: RoutingRecord | None = None
         parameters = inspect.signature(type(model).forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         rows = torch.arange(len(prompts.ids_UP), device=prompts.ids_UP.device).repeat_interleave(prompts.copies_U)
         self._mask_BT = prompts.valid_UP.long()
         self._cache: Any = None
-        last_UV = self._forward(prompts.ids_UP, prompts.positions_UP())
+        last_UV, chosen = self._forward(prompts.ids_UP, prompts.positions_UP())
+        if chosen:
+            routing_UPLK = prompt_routing(prompts.valid_UP, chosen)
+            self.routing = RoutingRecord(routing_UPLK, routing_UPLK[:0, 0])
         self.keep(rows)
         self.logits_BV = last_UV.index_select(0, rows)
 
     def step(self, tokens_B: Tensor) -> None:
         positions_B1 = self._mask_BT.sum(1, keepdim=True)
         self._mask_BT = F.pad(self._mask_BT, (0, 1), value=1)
-        self.logits_BV = self._forward(tokens_B.unsqueeze(1), positions_B1)
+        self.logits_BV, chosen = self._forward(tokens_B.unsqueeze(1), positions_B1)
+        if self.routing is not None:
+            self.routing.step_BLK = torch.stack(chosen, dim=1).to(torch.int16)
 
     def keep(self, rows: Tensor) -> None:
         self._cache.batch_select_indices(rows)
         self._mask_BT = self._mask_BT.index_select(0, rows)
 
-    def _forward(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        output = self._model(
-            input_ids=ids_BT,
-            attention_mask=self._mask_BT,
-            position_ids=positions_BT,
-            use_cache=True,
-            logits_to_keep=1,
-            **{self._cache_argument: self._cache},
-        )
+    def _forward(self, ids_BT: Tensor, positions_BT: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Logits of the last position, (B, V), and each layer's (B * T, K) experts if they are recorded."""
+        with nullcontext() if self._routers is None else self._routers.recording() as trace:
+            output = self._model(
+                input_ids=ids_BT,
+                attention_mask=self._mask_BT,
+                position_ids=positions_BT,
+                use_cache=True,
+                logits_to_keep=1,
+                **{self._cache_argument: self._cache},
+            )
         self._cache = output[self._cache_argument]
-        last_BV: Tensor = output.logits[:, -1].float()
-        return last_BV
+        chosen = [] if trace is None else [ids_TK for passes in trace.expert_ids_LTK for ids_TK in passes]
+        return output.logits[:, -1].float(), chosen

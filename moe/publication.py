@@ -2,18 +2,27 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_PROCESS_KEYS = ("_experts_implementation", "experts_implementation", "_attn_implementation", "auto_map")
+from moe.checkpoint_files import tensor_bytes, write_json
+from moe.publication_weights import MAX_SHARD_BYTES, Read, write_weights
+
+_PROCESS_KEYS = (
+    "_experts_implementation",
+    "experts_implementation",
+    "_attn_implementation",
+    "auto_map",
+    "is_local",
+    "local_files_only",
+)
 """Settings of the process that wrote the folder, not of the model."""
 
 
@@ -23,17 +32,35 @@ def save_publication(
     """Write config.json, the tokenizer's files and safetensors with one tensor an expert (the hub's names) to `folder`.
 
     The weights are written in `dtype` ("float32", "bfloat16"; None: the model's own); the model stays as it is.
+
+    Raises ValueError for a `dtype` that does not exist.
+    """
+    state = model.state_dict()
+    write_publication(model, tokenizer, folder, dtype, lambda name, stored: state[name].to(stored), MAX_SHARD_BYTES)
+
+
+def write_publication(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: str | None,
+    read: Read,
+    max_shard_bytes: int,
+) -> None:
+    """`save_publication` with the weights from `read`; `model` may lie on the meta device.
+
     transformers 5 names the expert count `num_local_experts` and the dtype `dtype`, moves theta into `rope_parameters`
     and calls its fast tokenizer class `TokenizersBackend`; earlier releases know none of these, and fail or silently
     take a default. The files carry the earlier names too, which all releases read.
-
-    Raises ValueError for a `dtype` that does not exist.
     """
     stored = model.dtype if dtype is None else getattr(torch, dtype, None)
     if not isinstance(stored, torch.dtype) or not stored.is_floating_point:
         raise ValueError(f"dtype {dtype!r} of a publication does not exist: use float32, bfloat16 or float16")
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, state_dict=_cast(model.state_dict(), stored))
+    write_weights(model, stored, read, folder, max_shard_bytes)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _rewrite(folder / "config.json", partial(_portable_config, dtype=str(stored).removeprefix("torch.")))
     _rewrite(folder / "tokenizer_config.json", _portable_tokenizer_config)
@@ -42,30 +69,25 @@ def save_publication(
 def weights_sha256(folder: Path) -> str:
     """SHA-256 over the weights of a folder: each tensor's name, dtype, shape and bytes, in the order of the names.
 
-    It does not depend on how the tensors are spread over files. Raises ValueError when the folder has no safetensors.
+    It does not depend on how the tensors are spread over files. One tensor is in memory at a time. Raises ValueError
+    when the folder has no safetensors.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"weights folder {folder} has no .safetensors file: give a Hugging Face checkpoint folder")
-    tensors: dict[str, Any] = {}
+    file_of: dict[str, Path] = {}
     for file in files:
         with safe_open(file, "pt") as opened:
-            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})
+            file_of.update(dict.fromkeys(opened.keys(), file))
     digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    for file, names in groupby(sorted(file_of), key=file_of.__getitem__):
+        with safe_open(file, "pt") as opened:  # one mapping at a time: its pages count as this process's memory
+            for name in names:
+                tensor = opened.get_tensor(name)
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+                digest.update(tensor_bytes(tensor))
+                del tensor
     return digest.hexdigest()
-
-
-def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The floating-point tensors of a state dict in `dtype`; shared ones (tied weights) stay shared."""
-    cast: dict[int, Tensor] = {}
-    for tensor in state.values():
-        if tensor.data_ptr() not in cast:
-            cast[tensor.data_ptr()] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return {name: cast[tensor.data_ptr()] for name, tensor in state.items()}
 
 
 def _portable_config(config: dict[str, Any], dtype: str) -> None:
@@ -80,7 +102,8 @@ def _portable_config(config: dict[str, Any], dtype: str) -> None:
 
 
 def _portable_tokenizer_config(config: dict[str, Any]) -> None:
-    config.pop("auto_map", None)
+    for key in _PROCESS_KEYS:
+        config.pop(key, None)
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
 
@@ -89,6 +112,4 @@ def _rewrite(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     """Apply `edit` to a JSON file; a reader sees the old content or the new, never a part."""
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     edit(content)
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_json(path, content)

@@ -5,7 +5,6 @@ for its group counts once for each response; padding counts 0), so that no stati
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,31 +74,6 @@ def router_modules(model: Any) -> list[nn.Module]:
     if not routers:
         raise ValueError(f"model class {type(model).__name__} declares no router; use a Mixture-of-Experts model")
     return routers
-
-
-@contextmanager
-def record_routers(routers: list[nn.Module], top_k: int) -> Iterator[RouterTrace]:
-    """Collect what `routers` compute in the forward passes inside the block.
-
-    A router that returns its choice (as integers, last) is believed; of another the top `top_k` logits are taken.
-    """
-    trace = RouterTrace([[] for _ in routers], [[] for _ in routers])
-
-    def keep(layer: int, output: Any) -> None:
-        logits_TE = output[0] if isinstance(output, tuple) else output
-        chosen = output[-1] if isinstance(output, tuple) and not output[-1].is_floating_point() else None
-        trace.logits_LTE[layer].append(logits_TE)
-        trace.expert_ids_LTK[layer].append(logits_TE.detach().topk(top_k, dim=-1).indices if chosen is None else chosen)
-
-    handles = [
-        router.register_forward_hook(lambda _module, _inputs, output, layer=layer: keep(layer, output))
-        for layer, router in enumerate(routers)
-    ]
-    try:
-        yield trace
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()

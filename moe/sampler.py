@@ -5,7 +5,7 @@ the prompts and seeds of the batch, and nothing that was sampled before.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe.config import SamplingConfig
-from moe.decoder import DecodingSession, PromptBatch, build_decoder
+from moe.decoder import build_decoder
+from moe.decoding import Decoder, DecodingSession, PromptBatch
 from moe.divergence import Diverged
 
 _COMPACT_BELOW = 0.5
@@ -32,15 +33,43 @@ class SampledResponse:
     response_ids: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
+    expert_ids: Tensor | None = None
+    """int16 (prompt and response tokens, layers with experts, experts a token) on the CPU, where it was recorded; a row
+    of -1 is unknown, as that of the last token always is: it was not fed to the model."""
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What was drawn for a batch of B rows in T steps, on the model's device."""
+
+    tokens_TB: Tensor
+    """int64; pad after the stop token."""
+    logprobs_TB: Tensor
+    """float32; 0 after the stop token."""
+    routing_TBLK: Tensor | None
+    """int16: the experts of each drawn token, where it was fed to the model and they are recorded; else -1."""
 
 
 class Sampler:
     """Samples from `model`, on its device. Call `refresh` after its weights have changed."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer_eos_ids: tuple[int, ...], pad_id: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer_eos_ids: tuple[int, ...],
+        pad_id: int,
+        *,
+        record_routing: bool = False,
+        decoder: Decoder | None = None,
+    ) -> None:
+        """`record_routing`: responses come with the experts that their tokens went to.
+
+        `decoder`: in place of the fastest one for the model, which reads all experts from this process's memory.
+        """
         self._model = model
+        self._record_routing = record_routing
         self._pad_id = pad_id
-        self._decoder = build_decoder(model)
+        self._decoder = decoder or build_decoder(model)
         self._stop_ids = frozenset(tokenizer_eos_ids)
         self._is_stop_V = torch.zeros(model.config.get_text_config().vocab_size, dtype=torch.bool)
         self._is_stop_V[list(tokenizer_eos_ids)] = True
@@ -74,11 +103,22 @@ class Sampler:
         was_training = self._model.training
         self._model.eval()
         try:
-            session = self._decoder.open_session(self._group(prompts), cfg.max_new_tokens)
-            tokens_TB, logprobs_TB = self._decode(session, seeds, cfg, greedy, stop)
+            batch = self._group(prompts)
+            session = self._decoder.open_session(batch, cfg.max_new_tokens, record_routing=self._record_routing)
+            drawn = self._decode(session, seeds, cfg, greedy, stop)
         finally:
             self._model.train(was_training)
-        return self._responses(tokens_TB, logprobs_TB)
+        responses = self._responses(drawn.tokens_TB, drawn.logprobs_TB)
+        if session.routing is None or drawn.routing_TBLK is None:
+            return responses
+        prompt_UPLK = session.routing.prompt_UPLK.cpu()
+        prompt_of_row = torch.arange(len(prompt_UPLK)).repeat_interleave(batch.copies_U.cpu()).tolist()
+        return [
+            replace(response, expert_ids=_join(prompt_UPLK[u, -len(prompt) :], routing_TLK, len(response.response_ids)))
+            for response, prompt, u, routing_TLK in zip(
+                responses, prompts, prompt_of_row, drawn.routing_TBLK.cpu().unbind(1), strict=True
+            )
+        ]
 
     def _check_lengths(self, prompts: Sequence[Sequence[int]], cfg: SamplingConfig) -> None:
         shortest, longest = min(map(len, prompts)), max(map(len, prompts))
@@ -122,12 +162,15 @@ class Sampler:
         cfg: SamplingConfig,
         greedy: bool,
         stop: Callable[[], bool] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens (int64) and log-probabilities (float32), each (max_new_tokens, B); pad and 0 after the stop token."""
+    ) -> _Drawn:
         device, batch = session.logits_BV.device, len(seeds)
         uniforms_TB = counter_uniforms(seeds, cfg.max_new_tokens).to(device)
         tokens_TB = torch.full((cfg.max_new_tokens, batch), self._pad_id, device=device)
         logprobs_TB = torch.zeros(cfg.max_new_tokens, batch, device=device)
+        routing_TBLK = None
+        if session.routing is not None:
+            shape_LK = session.routing.prompt_UPLK.shape[2:]
+            routing_TBLK = session.routing.prompt_UPLK.new_full((cfg.max_new_tokens, batch, *shape_LK), -1)
         rows = torch.arange(batch, device=device)
         finished = torch.zeros(batch, dtype=torch.bool, device=device)
         for t in range(cfg.max_new_tokens):
@@ -148,7 +191,9 @@ class Sampler:
                 rows, tokens_B, finished = rows[live], tokens_B[live], finished[live]
                 uniforms_TB = uniforms_TB.index_select(1, live)
             session.step(tokens_B)
-        return tokens_TB, logprobs_TB
+            if session.routing is not None and routing_TBLK is not None:
+                routing_TBLK[t].index_copy_(0, rows, session.routing.step_BLK)
+        return _Drawn(tokens_TB, logprobs_TB, routing_TBLK)
 
     def _responses(self, tokens_TB: Tensor, logprobs_TB: Tensor) -> list[SampledResponse]:
         if not bool(torch.isfinite(logprobs_TB).all()):
@@ -161,6 +206,13 @@ def _cut(tokens: list[int], logprobs: list[float], stop_ids: frozenset[int]) -> 
     length = next((index + 1 for index, token in enumerate(tokens) if token in stop_ids), None)
     reason: Literal["stop", "length"] = "length" if length is None else "stop"
     return SampledResponse(tokens[:length], logprobs[:length], reason)
+
+
+def _join(prompt_PLK: Tensor, routing_TLK: Tensor, length: int) -> Tensor:
+    """Experts of a prompt and a response of `length` tokens. Whether the last one was fed depends on the batch."""
+    joined_TLK = torch.cat([prompt_PLK, routing_TLK[:length]])
+    joined_TLK[-1] = -1
+    return joined_TLK
 
 
 def sampling_logprobs(logits_BV: Tensor, temperature: float, top_p: float) -> Tensor:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ class BatchMetrics:
     values: dict[str, float]
     expert_load_LE: list[list[float]]
     """Tokens sent to each expert of each layer, summed over the optimizer steps; empty when no step had a gradient."""
+    router_steps: list[dict[str, Any]]
+    """For each optimizer step with a gradient `{"step": number in the batch, "layers": [metrics of each layer]}`."""
 
 
 def throughput(batch: TrainingBatch, share: float, started: float) -> dict[str, float]:

@@ -119,6 +119,10 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
+    ranks: Positive = 1
+    """Processes that train together, each on its share of every mini-batch."""
+    fsdp_size: NonNegative = 1
+    """Ranks over which the weights that are no experts are sharded (FSDP2); 1: replicated, 0: all ranks."""
     keep_checkpoints: Positive = 2
     """Trainer states kept besides that of version 0; older ones are deleted after a publication."""
 

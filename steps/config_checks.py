@@ -4,18 +4,25 @@ import difflib
 import re
 from collections.abc import Iterator
 
+from moe.config import layout_problems
 from steps.config import RunConfig, TaskConfig
 from steps.tasks.procedural import problem_count
 
 VERIFIERS = ("exact", "numeric", "math_verify", "regex", "per_position", "reasoning_gym")
+BFLOAT16_DISPATCHERS = ("deepep", "uccl_ep", "nccl_ep")
 _ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def cross_field_problems(cfg: RunConfig) -> list[str]:
     """One line, `dotted.path = value: what is wrong and what is allowed`, for each rule that is broken."""
     problems = [*_task_problems(cfg.task), *_verifier_problems(cfg.task), *_size_problems(cfg), *_train_problems(cfg)]
-    if cfg.warmup.start == "random":
+    problems += _exchange_problems(cfg)
+    from_scratch = cfg.warmup.start == "random"
+    num_experts = cfg.model.num_experts if from_scratch else None
+    problems += layout_problems(cfg.train.ranks, cfg.moe, cfg.train.fsdp_size, num_experts)
+    if from_scratch:
         problems += cfg.model.problems()
+        problems += _balance_problems(cfg)
         problems += _length_problems(cfg)
     return problems
 
@@ -81,6 +88,53 @@ def _train_problems(cfg: RunConfig) -> Iterator[str]:
     for path, optimizer in (("train.optimizer", train.optimizer), ("warmup.optimizer", cfg.warmup.optimizer)):
         if max(optimizer.betas) >= 1.0:
             yield f"{path}.betas = {list(optimizer.betas)}: both must be below 1"
+
+
+def _exchange_problems(cfg: RunConfig) -> Iterator[str]:
+    """Settings that the dispatcher would ignore, or whose limits are known without its library."""
+    moe, update = cfg.moe, cfg.train.update
+    dispatcher = f'moe.dispatcher = "{moe.dispatcher}"'
+    if moe.deduplicate != "none" and moe.dispatcher != "all_to_all":
+        yield f'moe.deduplicate = "{moe.deduplicate}": {dispatcher} has no such option; use all_to_all, or none'
+    if moe.exchange_dtype != "model" and moe.dispatcher == "local":
+        yield f'moe.exchange_dtype = "{moe.exchange_dtype}": {dispatcher} exchanges nothing; use model'
+    if moe.low_latency:
+        yield "moe.low_latency = true: these kernels have no gradients, so no policy trains with them; use false"
+    if moe.dispatcher in BFLOAT16_DISPATCHERS:
+        if moe.expert_ranks(cfg.train.ranks) == 1:
+            yield f"{dispatcher}: carries tokens between ranks; set train.ranks above 1, or use local"
+        if moe.exchange_dtype == "model" and update.compute_dtype == "float32":
+            yield (
+                f"{dispatcher}: carries bfloat16 only; set moe.exchange_dtype = bfloat16 (rounds on the wire only) or "
+                "train.update.compute_dtype = bfloat16"
+            )
+        if moe.dispatcher != "uccl_ep":  # whose buffers do not depend on the number of tokens
+            yield from _buffer_problems(cfg)
+
+
+def _buffer_problems(cfg: RunConfig) -> Iterator[str]:
+    """A pass has the prompts or the responses of a micro-batch; one that exceeds the micro-batch has it for itself."""
+    sampling = cfg.rollout.sampling
+    sizes = {
+        "train.update.micro_batch_tokens": cfg.train.update.micro_batch_tokens,
+        "rollout.sampling.max_prompt_tokens": sampling.max_prompt_tokens,
+        "rollout.sampling.max_new_tokens": sampling.max_new_tokens,
+    }
+    for path, tokens in sizes.items():
+        if tokens > cfg.moe.max_tokens_per_rank:
+            yield (
+                f'{path} = {tokens}: moe.dispatcher = "{cfg.moe.dispatcher}" has buffers for '
+                f"moe.max_tokens_per_rank = {cfg.moe.max_tokens_per_rank}; lower it or raise that"
+            )
+
+
+def _balance_problems(cfg: RunConfig) -> Iterator[str]:
+    rate, family = cfg.moe.bias_update_rate, cfg.model.family
+    if rate > 0 and family != "deepseek_v3":
+        yield (
+            f"moe.bias_update_rate = {rate:g}: model.family = {family} publishes no balancing bias; "
+            "use moe.aux_loss_coefficient, or model.family = deepseek_v3"
+        )
 
 
 def _length_problems(cfg: RunConfig) -> Iterator[str]:

@@ -8,11 +8,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+from moe.dispatch.monitor import ExchangeFailed
 from moe.divergence import Diverged
 from steps import paths
 from steps.adapters import ledger
@@ -21,7 +22,7 @@ from steps.adapters.store import Store, explained_os_errors, open_store
 from steps.config import RunConfig
 from steps.config_loader import config_from_json, prepare_validation
 from steps.environment import StepEnvironment, package_versions, read_environment
-from steps.errors import ConfigError, StepError
+from steps.errors import ConfigError, Interrupted, StepError
 from steps.interruption import Interruption
 
 # Done at import, so that a step forked from a process that holds this module doesn't pay for it again.
@@ -33,20 +34,32 @@ TERMINATION_LOG = Path("/dev/termination-log")
 
 
 @dataclass(kw_only=True)
-class StepContext:
-    """What a step's body may use. `metrics` ends up in the attempt's ledger entry."""
+class RankContext:
+    """What every process of a step may use, also one of several ranks that run it together."""
 
     step: str
     run_id: str
     environment: StepEnvironment
-    database: Database
     store: Store
     interruption: Interruption
-    metrics: dict[str, Any]
 
     @cached_property
     def config(self) -> RunConfig:
         return config_from_json(self.store.get_bytes(paths.config_key(self.run_id)).decode())
+
+    def say(self, message: str) -> None:
+        """One line of log."""
+        print(f"{time.strftime('%H:%M:%S')} {self.step}: {message}", flush=True)
+
+
+@dataclass(kw_only=True)
+class StepContext(RankContext):
+    """What a step's body may use; of several ranks only the first has it. `metrics` ends up in the ledger's entry."""
+
+    database: Database
+    metrics: dict[str, Any]
+    transport: dict[str, Any] = field(default_factory=dict)
+    """How the tokens reached the experts (`moe.transport.report.collect`); in the ledger's entry, too."""
 
     @cached_property
     def config_hash(self) -> str:
@@ -66,9 +79,8 @@ class StepContext:
             with self.environment.progress_file.open("a") as file:
                 file.write(f"{done}/{max(total, 1)}\n")
 
-    def say(self, message: str) -> None:
-        """One line of log."""
-        print(f"{time.strftime('%H:%M:%S')} {self.step}: {message}", flush=True)
+
+AnyContext = TypeVar("AnyContext", bound=RankContext)
 
 
 def execute(
@@ -112,19 +124,22 @@ def execute(
             capacity_type=environment.capacity_type,
             provenance_json=_provenance(environment),
         )
-        code, detail = _run_body(body, context)
+        code, detail = run_body(body, context)
         _close_attempt(context, attempt_id, code, detail)
     except StepError as error:
         code = error.exit_code
-        _explain(step, error)
+        explain(step, error)
     raise SystemExit(code)
 
 
-def _explain(step: str, error: StepError) -> None:
-    """One line for people: on stderr, and in a pod where Argo shows it as the node's message."""
+def explain(step: str, error: StepError, *, is_cause: bool = True) -> None:
+    """One line for people: on stderr, and in a pod where Argo shows it as the node's message.
+
+    What is not the cause (a rank that lost another one) does not replace what the other one has said there.
+    """
     line = f"{step}: {error}"
     print(line, file=sys.stderr, flush=True)
-    if TERMINATION_LOG.exists():
+    if TERMINATION_LOG.exists() and (is_cause or not TERMINATION_LOG.read_text()):
         TERMINATION_LOG.write_text(line)
 
 
@@ -135,18 +150,22 @@ def _provenance(environment: StepEnvironment) -> str:
     )
 
 
-def _run_body(body: Callable[[StepContext], None], context: StepContext) -> tuple[int, str]:
+def run_body(body: Callable[[AnyContext], None], context: AnyContext) -> tuple[int, str]:
     """Run the body; its exit code and the line that explains a failure."""
     try:
         with explained_os_errors(f"files of step {context.step}"):
             body(context)
     except StepError as error:
-        _explain(context.step, error)
+        explain(context.step, error)
         return error.exit_code, str(error)
     except Diverged as error:  # the user's settings led here, and the message names the one to change
         refusal = ConfigError(str(error))
-        _explain(context.step, refusal)
+        explain(context.step, refusal)
         return refusal.exit_code, str(refusal)
+    except ExchangeFailed as error:  # another rank is gone: this one did nothing wrong and goes on where it was saved
+        lost = Interrupted(f"{error}; run again to continue from the last saved state")
+        explain(context.step, lost, is_cause=False)
+        return lost.exit_code, str(lost)
     except Exception as error:  # a bug: it keeps its traceback, and the ledger learns that the attempt failed
         traceback.print_exc()
         return 1, f"{type(error).__name__}: {error}"
@@ -164,6 +183,7 @@ def _close_attempt(context: StepContext, attempt_id: int, code: int, detail: str
             exit_code=code,
             detail=detail,
             metrics_json=json.dumps(context.metrics, sort_keys=True),
+            transport_json=json.dumps(context.transport, sort_keys=True),
         )
     except StepError:
         if code == 0:

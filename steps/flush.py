@@ -7,7 +7,7 @@ out is recorded with the reason. Running it again writes the same batch.
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from steps import paths
+from steps import paths, sample_routing
 from steps.adapters import buffer, ledger
 from steps.adapters.publications import upload_folder
 from steps.arguments import step_parser
@@ -28,6 +28,7 @@ def flush(context: StepContext, iteration: int) -> None:
             f"iteration {iteration}: no group can be trained on ({selected.num_dropped} dropped); "
             "look at the reward step's log for verifier failures"
         )
+    scored = [sample_routing.fetch(context.store, context.run_id, item) for item in scored]
     with TemporaryDirectory() as folder:
         (Path(folder) / BATCH_FILE).write_bytes(training_batch(scored).to_bytes())
         manifest = upload_folder(

@@ -5,7 +5,12 @@ answers. Running it again for the same run changes nothing; with another configu
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import get_args, get_type_hints
 
+from moe.config import MoeConfig
+from moe.publication import save_publication
 from steps import paths
 from steps.adapters import ledger
 from steps.adapters.database import migrate
@@ -17,13 +22,15 @@ from steps.config_loader import config_hash, config_json, load_config
 from steps.entrypoint import StepContext, execute
 from steps.errors import ConfigError, DataError
 from steps.initial_policy import build_initial_policy, warm_up
-from steps.policies import evaluate_policy, point_to, publish_policy
+from steps.policies import evaluate_policy, point_to, publish_folder
 from steps.records import Publication
 from steps.tasks.catalog import build_dataset, load_verifier
 from steps.tasks.dataset import Dataset
 from steps.tasks.frozen import dataset_to_jsonl
 from steps.tracking_events import open_tracker
 from steps.trainers import is_stored, new_trainer, restore_trainer, store_trainer
+
+FROM_CONFIG = "from-config"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +40,14 @@ class Counts:
     iterations: int
     rollout_workers: int
     reward_workers: int
+    training_nodes: int
+    most_ranks_per_node: int
+    """Of the nodes there are; 0: no limit, one node holds all ranks."""
 
 
-def init_run(context: StepContext, config_source: str, counts: Counts) -> None:
-    config = _read_config(context, config_source)
+def init_run(context: StepContext, config_source: str, dispatcher: str, counts: Counts) -> None:
+    config = _read_config(context, config_source, dispatcher)
+    nodes, ranks_per_node = training_layout(config.train.ranks, counts.training_nodes, counts.most_ranks_per_node)
     load_verifier(config.task)
     publication = ledger.find_publication(context.database, context.run_id, 0)
     if publication is None:
@@ -54,6 +65,25 @@ def init_run(context: StepContext, config_source: str, counts: Counts) -> None:
     context.output("iterations", counts.iterations or config.iterations)
     context.output("rollout-workers", counts.rollout_workers or config.rollout.workers)
     context.output("reward-workers", counts.reward_workers or config.reward.workers)
+    context.output("training-nodes", nodes)
+    context.output("ranks-per-node", ranks_per_node)
+
+
+def training_layout(ranks: int, nodes: int, most_ranks_per_node: int) -> tuple[int, int]:
+    """Nodes that train together, and the ranks of each.
+
+    `nodes` 0: as few as hold the ranks. Raises ConfigError when the ranks can't be spread evenly, or don't fit.
+    """
+    if nodes == 0:
+        nodes = -(-ranks // most_ranks_per_node) if most_ranks_per_node else 1
+    if ranks % nodes:
+        raise ConfigError(f"train.ranks = {ranks}: must be a multiple of training-nodes = {nodes}; change one of them")
+    if most_ranks_per_node and ranks // nodes > most_ranks_per_node:
+        raise ConfigError(
+            f"training-nodes = {nodes}: {ranks // nodes} of train.ranks = {ranks} on each node, which has "
+            f"{most_ranks_per_node} GPUs; use {-(-ranks // most_ranks_per_node)} nodes or fewer ranks"
+        )
+    return nodes, ranks // nodes
 
 
 def _last_finished_iteration(context: StepContext) -> int:
@@ -64,14 +94,14 @@ def _last_finished_iteration(context: StepContext) -> int:
     return 0
 
 
-def _read_config(context: StepContext, source: str) -> RunConfig:
-    """CONFIG is TOML text, a path, or the s3:// URI of a TOML file."""
+def _read_config(context: StepContext, source: str, dispatcher: str) -> RunConfig:
+    """CONFIG is TOML text, a path, or the s3:// URI of a TOML file; `dispatcher` takes the place of its own."""
     if source.startswith("s3://"):
         try:
             source = read_uri(source).decode()
         except UnicodeDecodeError as error:
             raise ConfigError(f"--config {source}: not a TOML file in UTF-8 ({error})") from None
-    return load_config(source)
+    return load_config(source, [] if dispatcher == FROM_CONFIG else [f"moe.dispatcher={dispatcher}"])
 
 
 def _make_run(context: StepContext, config: RunConfig) -> Publication:
@@ -89,9 +119,9 @@ def _make_run(context: StepContext, config: RunConfig) -> Publication:
         if config.warmup.max_steps:
             warm_up(context, config, dataset, policy)
         store_trainer(context, trainer, prefix)
-    return publish_policy(
-        context, policy.model, policy.tokenizer, version=0, parent=None, batch_sha256=None, dtype=policy.dtype
-    )
+    with TemporaryDirectory() as temporary:
+        save_publication(policy.model, policy.tokenizer, Path(temporary), policy.dtype)
+        return publish_folder(context, Path(temporary), version=0, parent=None, batch_sha256=None)
 
 
 def _record_run(context: StepContext, config: RunConfig) -> None:
@@ -121,17 +151,22 @@ def _freeze(context: StepContext, key: str, data: bytes) -> None:
 def main() -> None:
     parser = step_parser("init_run", __doc__, iteration=False)
     parser.add_argument("--config", required=True, help="TOML text, or the path or s3:// URI of a TOML file")
-    for name in ("iterations", "rollout-workers", "reward-workers"):
+    for name in ("iterations", "rollout-workers", "reward-workers", "training-nodes"):
         parser.add_argument(f"--{name}", type=natural_int, default=0, help="0: what the configuration says")
+    parser.add_argument("--most-ranks-per-node", type=natural_int, default=0, help="GPUs of a node; 0: no limit")
+    dispatchers = (FROM_CONFIG, *get_args(get_type_hints(MoeConfig)["dispatcher"]))
+    parser.add_argument("--dispatcher", choices=dispatchers, default=FROM_CONFIG, help="in place of moe.dispatcher")
     arguments = parser.parse_args()
     counts = Counts(
         iterations=arguments.iterations,
         rollout_workers=arguments.rollout_workers,
         reward_workers=arguments.reward_workers,
+        training_nodes=arguments.training_nodes,
+        most_ranks_per_node=arguments.most_ranks_per_node,
     )
     execute(
         "init_run",
-        lambda context: init_run(context, arguments.config, counts),
+        lambda context: init_run(context, arguments.config, arguments.dispatcher, counts),
         run_id=arguments.run,
         prepare=lambda environment: migrate(environment.database_url),
     )

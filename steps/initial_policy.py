@@ -2,12 +2,18 @@
 
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from moe.config import layout_problems
+from moe.experts import expert_modules
 from moe.model import attach_dispatcher, build_model, default_device, load_model, stored_dtype
+from moe.router_load import router_modules
+from moe.routing import balance_biases
+from moe.routing_rules import weights_rule
 from moe.tokenizer import build_char_tokenizer, encode_prompt, load_tokenizer
 from moe.warmup import WarmupProgress, run_warmup
 from steps.adapters.engines.torch_engine import TorchEngine
@@ -19,6 +25,9 @@ from steps.policies import score_held_out
 from steps.seeds import derive_seed
 from steps.tasks.catalog import demonstrations
 from steps.tasks.dataset import Dataset
+
+LIBRARIES = {"deepep": ("deep_ep", "deepep"), "uccl_ep": ("uccl", "uccl"), "nccl_ep": ("nccl", "nccl-ep")}
+"""Dispatcher -> the package that it imports, and our extra that installs it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +45,12 @@ def build_initial_policy(context: StepContext, config: RunConfig, dataset: Datas
 
     Raises ConfigError when there is no such checkpoint and DataError when it, or a prompt, can't be used.
     """
+    _check_library(config.moe.dispatcher)
     torch.set_num_threads(config.train.update.threads)
     policy = _random_policy(config, dataset) if config.warmup.start == "random" else _loaded_policy(context, config)
     policy.model.to(default_device())
     attach_dispatcher(policy.model, config.moe)
+    _check_experts(config, policy.model)
     _check_prompts(config, dataset, policy)
     return policy
 
@@ -71,6 +82,33 @@ def _download(context: StepContext, uri: str) -> Path:
         if "/" not in info.key:
             source.download_file(info.key, folder / info.key)
     return folder
+
+
+def _check_library(dispatcher: str) -> None:
+    """Only looks for it, because it may not load without a GPU; all steps of a workflow run in one image."""
+    if dispatcher not in LIBRARIES:
+        return
+    module, extra = LIBRARIES[dispatcher]
+    if find_spec(module) is None:
+        raise ConfigError(
+            f'moe.dispatcher = "{dispatcher}": package {module} is not installed here; '
+            f"pip install 'argo-moe-rl[{extra}]', or take another dispatcher"
+        )
+
+
+def _check_experts(config: RunConfig, model: PreTrainedModel) -> None:
+    """Refuse now what the model's experts and routers would refuse when training begins."""
+    moe, num_experts = config.moe, expert_modules(model)[0].num_experts
+    for problem in layout_problems(config.train.ranks, moe, config.train.fsdp_size, num_experts):
+        raise ConfigError(problem)
+    try:
+        if moe.bias_update_rate > 0:
+            balance_biases(model)
+        if moe.routing_replay != "none" or config.train.update.recompute == "moe":
+            for router in router_modules(model):
+                weights_rule(router)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_prompts(config: RunConfig, dataset: Dataset, policy: InitialPolicy) -> None:

@@ -36,6 +36,11 @@ def iteration_prompts_key(run_id: str, iteration: int) -> str:
     return f"{run_prefix(run_id)}/prompts/{iteration:05d}.jsonl"
 
 
+def routing_key(run_id: str, sha256: str) -> str:
+    """Expert ids of one sample that are too large for the database, named by their content."""
+    return f"{run_prefix(run_id)}/routing/{sha256}.bin"
+
+
 def batch_prefix(run_id: str, iteration: int) -> str:
     return f"{run_prefix(run_id)}/batches/{iteration:05d}"
 

@@ -4,69 +4,60 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-from moe.publication import save_publication, weights_sha256
+from moe.publication import weights_sha256
 from steps import paths
 from steps.adapters import ledger
 from steps.adapters.engines import catalog as engines
 from steps.adapters.engines.base import Engine
-from steps.adapters.publications import fetch_folder, move_pointer, upload_folder
+from steps.adapters.publications import fetch_files, fetch_folder, move_pointer, read_manifest, upload_folder
 from steps.config import GateConfig, RunConfig
-from steps.entrypoint import StepContext
+from steps.entrypoint import RankContext, StepContext
 from steps.records import Evaluation, Prompt, Publication
 from steps.tasks.catalog import load_verifier
 from steps.tasks.frozen import dataset_from_jsonl
 from steps.tasks.scoring import score
 
 
-def load_engine(context: StepContext, policy_version: int) -> Engine:
+def load_engine(context: StepContext, policy_version: int, *, record_routing: bool = False) -> Engine:
     """Fetch and verify the publication, and start the configured engine on it."""
-    name = context.config.rollout.engine
-    return engines.load_engine(name, fetch_publication(context, policy_version), policy_version)
+    folder = fetch_publication(context, policy_version)
+    return engines.load_engine(context.config.rollout.engine, folder, policy_version, record_routing=record_routing)
 
 
-def fetch_publication(context: StepContext, policy_version: int) -> Path:
+def fetch_publication(context: RankContext, policy_version: int) -> Path:
     """Local folder with the verified files of one version (a read-through cache)."""
     prefix = paths.publication_prefix(context.run_id, policy_version)
     return fetch_folder(context.store, prefix, context.environment.cache_dir)
 
 
-def publish_policy(
-    context: StepContext,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    version: int,
-    parent: int | None,
-    batch_sha256: str | None,
-    dtype: str,
+def fetch_publication_settings(context: RankContext, policy_version: int) -> Path:
+    """As `fetch_publication`, but without the weights: configuration and tokenizer."""
+    prefix = paths.publication_prefix(context.run_id, policy_version)
+    files = read_manifest(context.store, prefix).files
+    settings = [entry.path for entry in files if not entry.path.endswith(".safetensors")]
+    return fetch_files(context.store, prefix, context.environment.cache_dir, settings)
+
+
+def publish_folder(
+    context: StepContext, folder: Path, *, version: int, parent: int | None, batch_sha256: str | None
 ) -> Publication:
-    """Write the publication in `dtype` (manifest last), record it, then move `latest` forward.
+    """Store a policy in Hugging Face layout (manifest last), record it, then move `latest` forward.
 
     Nothing in the manifest depends on the attempt, so that a second attempt writes the same bytes and agrees with the
     first one wherever that was killed.
     """
     prefix = paths.publication_prefix(context.run_id, version)
-    with TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        save_publication(model, tokenizer, folder, dtype)
-        weights = weights_sha256(folder)
-        manifest = upload_folder(
-            context.store,
-            folder,
-            prefix,
-            {
-                "run": context.run_id,
-                "policy_version": version,
-                "parent_version": parent,
-                "batch_manifest_sha256": batch_sha256,
-                "config_hash": context.config_hash,
-                "weights_sha256": weights,
-            },
-        )
+    weights = weights_sha256(folder)
+    extra = {
+        "run": context.run_id,
+        "policy_version": version,
+        "parent_version": parent,
+        "batch_manifest_sha256": batch_sha256,
+        "config_hash": context.config_hash,
+        "weights_sha256": weights,
+    }
+    manifest = upload_folder(context.store, folder, prefix, extra)
     publication = Publication(
         run_id=context.run_id,
         policy_version=version,

@@ -1,40 +1,49 @@
 """Publish the trained policy: Hugging Face layout, verified, manifest last, then the `latest` pointer moves forward.
 
+The trainer's state is consolidated layer by layer, whatever ranks wrote it: memory holds one layer, never the model.
 Trainer states that no later iteration needs are deleted afterwards (`train.keep_checkpoints`).
 """
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from moe.consolidate import consolidate
 from moe.model import stored_dtype
-from moe.tokenizer import load_tokenizer
 from steps import paths
 from steps.adapters import buffer, ledger
 from steps.arguments import step_parser
 from steps.entrypoint import StepContext, execute
-from steps.policies import fetch_publication, point_to, publish_policy
-from steps.trainers import build_trainer, delete_folder, restore_trainer
+from steps.errors import DataError
+from steps.policies import fetch_publication_settings, point_to, publish_folder
+from steps.records import Publication
+from steps.trainers import delete_folder, fetch_model_files
 
 
 def publish(context: StepContext, iteration: int) -> None:
     publication = ledger.find_publication(context.database, context.run_id, iteration)
     if publication is None:
-        plan = ledger.get_iteration(context.database, context.run_id, iteration)
-        trainer = build_trainer(context, plan.policy_version)
-        restore_trainer(context, trainer, paths.checkpoint_prefix(context.run_id, iteration))
-        parent = fetch_publication(context, plan.policy_version)
-        publication = publish_policy(
-            context,
-            trainer.model,
-            load_tokenizer(parent),
-            version=iteration,
-            parent=plan.policy_version,
-            batch_sha256=buffer.get_batch(context.database, context.run_id, iteration).manifest_sha256,
-            dtype=stored_dtype(parent),
-        )
+        publication = _publish(context, iteration)
     else:
         point_to(context, paths.latest_key(context.run_id), publication)
     _delete_old_checkpoints(context, iteration)
     context.say(f"policy version {iteration} is at {publication.uri}")
     context.output("publication-uri", publication.uri)
     context.output("policy-version", publication.policy_version)
+
+
+def _publish(context: StepContext, iteration: int) -> Publication:
+    version = ledger.get_iteration(context.database, context.run_id, iteration).policy_version
+    prefix = paths.checkpoint_prefix(context.run_id, iteration)
+    parent = fetch_publication_settings(context, version)
+    with TemporaryDirectory() as temporary:
+        try:
+            consolidate(fetch_model_files(context, prefix), parent, Path(temporary), stored_dtype(parent))
+        except ValueError as error:
+            raise DataError(f"{context.store.uri_of(prefix)}: {error}") from None
+        batch = buffer.get_batch(context.database, context.run_id, iteration)
+        return publish_folder(
+            context, Path(temporary), version=iteration, parent=version, batch_sha256=batch.manifest_sha256
+        )
 
 
 def _delete_old_checkpoints(context: StepContext, iteration: int) -> None:

@@ -44,6 +44,21 @@ class Lease:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRouting:
+    """Experts that a sample's tokens were sent to while sampling."""
+
+    num_layers: int
+    """Layers with experts."""
+    top_k: int
+    """Experts a token."""
+    ids: bytes
+    """Little-endian int16, row-major (prompt and response tokens, layers, top_k); a row of -1 is unknown. Empty when
+    they lie at `uri`."""
+    uri: str = ""
+    """Object of the store that holds them, named by their SHA-256; empty when they are in `ids`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """One response: T tokens including the stop token when there is one."""
 
@@ -60,6 +75,8 @@ class Sample:
     finish_reason: FinishReason
     temperature: float
     top_p: float
+    routing: SampleRouting | None = None
+    """None unless the run replays the sampler's routing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,10 +37,10 @@ def report_iteration(context: StepContext, iteration: int) -> None:
         publication_uri=publication.uri,
         html=html,
     )
-    _track(context, [("00000-run", run_events(report, context.config)), (f"{iteration:05d}-iteration", events)])
+    url = _track(context, [("00000-run", run_events(report, context.config)), (f"{iteration:05d}-iteration", events)])
     verdict = "validated" if row["validated"] else "rejected"
     summary = f"iteration {iteration}: held-out reward {row['reward_eval']:.3f}, {verdict}"
-    _say_summary(context, summary, html)
+    _say_summary(context, summary, html, url)
     # Last: a campaign that finds this goes on with the next iteration.
     ledger.set_iteration_metrics(context.database, context.run_id, iteration, "report", {"summary": summary})
 
@@ -52,11 +52,12 @@ def report_run(context: StepContext) -> None:
     if not judged:
         raise DataError(f"run {context.run_id} has no evaluated policy yet; run init_run to its end first")
     last = judged[-1]
-    if len(judged) == len(report["iterations"]) + 1:  # otherwise an iteration is under way, and this is not the end
-        _track(context, [(f"{last['policy_version']:05d}-run-end", final_events(report, html))])
+    at_the_end = len(judged) == len(report["iterations"]) + 1  # otherwise an iteration is under way
+    records = [(f"{last['policy_version']:05d}-run-end", final_events(report, html))]
+    url = _track(context, records) if at_the_end else ""
     validated = sum(row["validated"] is True for row in judged[1:])
     summary = f"{len(judged) - 1} iterations, {validated} validated, held-out reward {last['reward_eval']:.3f}"
-    _say_summary(context, summary, html)
+    _say_summary(context, summary, html, url)
 
 
 def _store_run_page(context: StepContext, report: dict[str, Any]) -> str:
@@ -70,7 +71,8 @@ def _store(context: StepContext, key: str, text: str) -> None:
     context.store.put_bytes(key, text.encode())
 
 
-def _track(context: StepContext, records: Sequence[tuple[str, Sequence[Event]]]) -> None:
+def _track(context: StepContext, records: Sequence[tuple[str, Sequence[Event]]]) -> str:
+    """The page of the run on the tracking server; empty when that did not answer."""
     tracker = open_tracker(context)
     for name, events in records:
         tracker.record(name, events)
@@ -80,12 +82,14 @@ def _track(context: StepContext, records: Sequence[tuple[str, Sequence[Event]]])
         context.say(f"tracking: {result.pending} records wait in the spool ({result.reason})")
     if result.run_url:
         context.say(f"tracking: {result.run_url}")
+    return result.run_url or ""
 
 
-def _say_summary(context: StepContext, summary: str, html: str) -> None:
+def _say_summary(context: StepContext, summary: str, html: str, url: str) -> None:
     context.say(summary)
     context.output("report.html", html)
     context.output("summary", summary)
+    context.output("mlflow-url", url)
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ class Attempt:
     detail: str
     metrics: dict[str, Any]
     provenance: dict[str, Any]
+    transport: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         names = ("step", "worker", "attempt", "start_s", "end_s", "exit_code", "state", "capacity_type", "node", "pod")
@@ -81,6 +82,7 @@ def _attempt(row: AttemptRow, number: int, state: AttemptState, interrupted: boo
         detail=row.detail,
         metrics=row.metrics,
         provenance=row.provenance,
+        transport=row.transport,
     )
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import tomli_w
 
 from steps.report_charts import Bar, Point, Series, heat_map, legend, line_chart, no_data, stacked_bars, timeline
+from steps.report_experts import exchange_section, layer_section, transport_section
 from steps.report_notes import run_notes
+from steps.report_parts import bullet_list, count_text, number_text, pairs_table, seconds_text, section, table
 from steps.report_style import PHASE_COLOURS, STYLE
 
 MAX_TIMELINES = 60
@@ -20,17 +22,15 @@ ITERATION_PHASES = {name: colour for name, colour in PHASE_COLOURS.items() if na
 def render_run_html(report: Mapping[str, Any]) -> str:
     """The page of a whole run."""
     iterations: Sequence[Mapping[str, Any]] = report["iterations"]
-    learning = _section("Reward", _reward_hint(report), _reward_chart(report))
-    phases = _section(
+    learning = section("Reward", _reward_hint(report), _reward_chart(report))
+    phases = section(
         "Seconds of each phase",
         "Seconds in which at least one attempt of the phase ran.",
         legend(_used_phases(iterations)) + _phase_chart(iterations),
     )
     throughput = [
-        _section(
-            "Rollout", "Generated tokens per second.", _metric_chart(iterations, "rollout_tokens_per_s", "--blue")
-        ),
-        _section("Training", "Samples per second.", _metric_chart(iterations, "train_samples_per_s", "--aqua")),
+        section("Rollout", "Generated tokens per second.", _metric_chart(iterations, "rollout_tokens_per_s", "--blue")),
+        section("Training", "Samples per second.", _metric_chart(iterations, "train_samples_per_s", "--aqua")),
     ]
     body = [
         _header(report["run_id"], _run_lead(report)),
@@ -38,11 +38,12 @@ def render_run_html(report: Mapping[str, Any]) -> str:
         f'<div class="grid2">{learning}{phases}</div>',
         f'<div class="grid2">{"".join(throughput)}</div>',
         _experts(iterations),
-        _section("Iterations", "Version 0 is the policy before the first update.", _iteration_table(report)),
+        exchange_section(iterations),
+        section("Iterations", "Version 0 is the policy before the first update.", _iteration_table(report)),
         _timelines(report),
-        _section("Notes", "", _notes(run_notes(report))),
-        _section("Configuration", f"sha256 {report['config_hash'][:12]}", _settings(report["config"])),
-        _section("Versions", "", _pairs(report["versions"])),
+        section("Notes", "", bullet_list(run_notes(report))),
+        section("Configuration", f"sha256 {report['config_hash'][:12]}", _settings(report["config"])),
+        section("Versions", "", pairs_table(report["versions"])),
     ]
     return _page(f"{report['run_id']} · argo-moe-rl", body)
 
@@ -56,10 +57,12 @@ def render_iteration_html(report: Mapping[str, Any], iteration: int) -> str:
     body = [
         _header(f"{report['run_id']} · iteration {iteration}", _iteration_lead(row)),
         _tiles(_iteration_tiles(row)),
-        _section("Timeline", "Every attempt of every step. ↯ interrupted, ✕ failed.", _timeline(row["attempts"])),
-        _section("Expert load", "Share of routed tokens relative to a balanced share (1.00).", load),
-        _section("Reward so far", _reward_hint(report), _reward_chart(report)),
-        _section("Attempts", "", _attempt_table(row["attempts"])),
+        section("Timeline", "Every attempt of every step. ↯ interrupted, ✕ failed.", _timeline(row["attempts"])),
+        section("Expert load", "Share of routed tokens relative to a balanced share (1.00).", load),
+        layer_section(row["router_layers"]),
+        transport_section(row["transport"]),
+        section("Reward so far", _reward_hint(report), _reward_chart(report)),
+        section("Attempts", "", _attempt_table(row["attempts"])),
     ]
     return _page(f"{report['run_id']} · iteration {iteration}", body)
 
@@ -74,11 +77,6 @@ def _page(title: str, body: Sequence[str]) -> str:
 
 def _header(title: str, lead: str) -> str:
     return f'<header><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></header>'
-
-
-def _section(title: str, hint: str, content: str) -> str:
-    line = f'<p class="hint">{escape(hint)}</p>' if hint else ""
-    return f"<section><h2>{escape(title)}</h2>{line}{content}</section>"
 
 
 def _tiles(tiles: Sequence[tuple[str, str]]) -> str:
@@ -105,9 +103,9 @@ def _run_tiles(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (reward, "held-out reward, first → last"),
         (f"{validated} of {len(iterations)}", "updates validated"),
-        (_seconds(report["wall_seconds"]), "wall time"),
-        (_count(sum(row["samples"] or 0 for row in iterations)), "samples generated"),
-        (_count(sum(row["tokens"] or 0 for row in iterations)), "tokens generated"),
+        (seconds_text(report["wall_seconds"]), "wall time"),
+        (count_text(sum(row["samples"] or 0 for row in iterations)), "samples generated"),
+        (count_text(sum(row["tokens"] or 0 for row in iterations)), "tokens generated"),
         (f"{_total(report, 'interruptions')} / {_total(report, 'retries')}", "interruptions / retries"),
     ]
 
@@ -122,12 +120,12 @@ def _iteration_lead(row: Mapping[str, Any]) -> str:
 
 def _iteration_tiles(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
-        (_number(row["reward_mean"], 3), "reward of the samples"),
-        (_number(row["reward_eval"], 3), "held-out reward"),
-        (_seconds(row["wall_seconds"]), "wall time"),
-        (_count(row["samples"]), "samples"),
-        (_count(row["rollout_tokens_per_s"]), "rollout tokens/s"),
-        (_number(row["expert_max_violation"], 2), "expert max violation"),
+        (number_text(row["reward_mean"], 3), "reward of the samples"),
+        (number_text(row["reward_eval"], 3), "held-out reward"),
+        (seconds_text(row["wall_seconds"]), "wall time"),
+        (count_text(row["samples"]), "samples"),
+        (count_text(row["rollout_tokens_per_s"]), "rollout tokens/s"),
+        (number_text(row["expert_max_violation"], 2), "expert max violation"),
         (f"{row['interruptions']} / {row['retries']}", "interruptions / retries"),
     ]
 
@@ -186,8 +184,8 @@ def _experts(iterations: Sequence[Mapping[str, Any]]) -> str:
     heat = heat_map(loaded[-1]["expert_load"]) if loaded else no_data()
     title = f"Expert load, iteration {loaded[-1]['iteration']}" if loaded else "Expert load"
     balance = _metric_chart(iterations, "expert_max_violation", "--orange")
-    left = _section(title, "Routed tokens relative to a balanced share (1.00).", heat)
-    right = _section("Expert balance", "Max violation: (largest load - mean) / mean, worst layer; 0 is even.", balance)
+    left = section(title, "Routed tokens relative to a balanced share (1.00).", heat)
+    right = section("Expert balance", "Max violation: (largest load - mean) / mean, worst layer; 0 is even.", balance)
     return f'<div class="grid2">{left}{right}</div>'
 
 
@@ -201,10 +199,10 @@ def _timelines(report: Mapping[str, Any]) -> str:
         trouble = f" · interruptions {row['interruptions']}, retries {row['retries']}" if row["retries"] else ""
         is_open = " open" if row is rows[-1] or row["retries"] else ""
         blocks.append(
-            f"<details{is_open}><summary>{name} · {_seconds(row['wall_seconds'])}{trouble}</summary>"
+            f"<details{is_open}><summary>{name} · {seconds_text(row['wall_seconds'])}{trouble}</summary>"
             f"{_timeline(row['attempts'])}</details>"
         )
-    return _section("Timelines", "Every attempt of every step. ↯ interrupted, ✕ failed.", "".join(blocks))
+    return section("Timelines", "Every attempt of every step. ↯ interrupted, ✕ failed.", "".join(blocks))
 
 
 def _timeline(attempts: Sequence[Mapping[str, Any]]) -> str:
@@ -246,7 +244,7 @@ ITERATION_COLUMNS = (
 
 def _iteration_table(report: Mapping[str, Any]) -> str:
     rows = [_iteration_cells(row) for row in (report["initial"], *report["iterations"])]
-    return _table(ITERATION_COLUMNS, rows)
+    return table(ITERATION_COLUMNS, rows)
 
 
 def _iteration_cells(row: Mapping[str, Any]) -> list[str]:
@@ -255,15 +253,15 @@ def _iteration_cells(row: Mapping[str, Any]) -> list[str]:
     other = sum(seconds for name, seconds in phases.items() if name not in main)
     return [
         str(row["policy_version"]),
-        _number(row["reward_mean"], 3),
-        _number(row["reward_eval"], 3),
+        number_text(row["reward_mean"], 3),
+        number_text(row["reward_eval"], 3),
         _verdict(row),
-        _seconds(row["wall_seconds"]),
-        *(_seconds(phases.get(name)) for name in main),
-        _seconds(other),
-        _count(row["rollout_tokens_per_s"]),
-        _count(row["train_samples_per_s"]),
-        _number(row["expert_max_violation"], 2),
+        seconds_text(row["wall_seconds"]),
+        *(seconds_text(phases.get(name)) for name in main),
+        seconds_text(other),
+        count_text(row["rollout_tokens_per_s"]),
+        count_text(row["train_samples_per_s"]),
+        number_text(row["expert_max_violation"], 2),
         f"{row['interruptions']} / {row['retries']}",
     ]
 
@@ -274,7 +272,7 @@ def _attempt_table(attempts: Sequence[Mapping[str, Any]]) -> str:
         [
             escape(_attempt_name(a)),
             str(a["attempt"]),
-            _number(a["end_s"] - a["start_s"], 2) if a["end_s"] is not None else "running",
+            number_text(a["end_s"] - a["start_s"], 2) if a["end_s"] is not None else "running",
             "–" if a["exit_code"] is None else str(a["exit_code"]),
             escape(a["capacity_type"] or "–"),
             escape(a["node"] or "–"),
@@ -282,24 +280,7 @@ def _attempt_table(attempts: Sequence[Mapping[str, Any]]) -> str:
         ]
         for a in attempts
     ]
-    return _table(header, rows, "text")
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """`rows` hold HTML; the header holds text."""
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    return _table(("component", "version"), [[escape(str(k)), escape(str(v))] for k, v in values.items()], "text")
-
-
-def _notes(lines: Sequence[str]) -> str:
-    return f'<ul class="notes">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
+    return table(header, rows, "text")
 
 
 def _verdict(row: Mapping[str, Any]) -> str:
@@ -324,17 +305,3 @@ def _named_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _named_none(item) for key, item in value.items()}
     return "none" if value is None else value
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def _count(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"

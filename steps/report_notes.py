@@ -19,11 +19,14 @@ def run_notes(report: Mapping[str, Any]) -> list[str]:
 
 
 def _transport(report: Mapping[str, Any]) -> str:
-    requested = report["config"]["moe"]["dispatcher"]
     seen = [row["transport"] for row in report["iterations"] if row.get("transport")]
-    observed = seen[-1]["observed"] if seen else "not trained yet"
-    note = f"Experts: dispatcher {requested} requested, {observed} observed"
-    return f"{note}; all on one rank, so no token crossed a network." if requested == "local" else f"{note}."
+    if not seen:
+        return f"Experts: dispatcher {report['config']['moe']['dispatcher']} requested, not trained yet."
+    # One that was downgraded in the middle of a run matters more than how the run ended.
+    by_status = {transport["status"]: transport for transport in seen}
+    told = by_status.get("downgrade") or by_status.get("unverifiable") or seen[-1]
+    text = f"Experts: dispatcher {told['requested']} requested, {told['observed']} observed"
+    return f"{text} ({told['status']}: {told['reason']})."
 
 
 def _bottleneck(iterations: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -9,7 +9,7 @@ None. Times are seconds; `start_s` and `end_s` are UTC seconds since the epoch b
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from steps.adapters import ledger
@@ -89,12 +89,32 @@ def _entry(
         "train_samples_per_s": training.get("samples_per_s"),
         "expert_max_violation": training.get("expert_max_violation"),
         "expert_load": training.get("expert_load"),
-        "transport": training.get("transport"),
+        "router_layers": mean_layers(training.get("router_steps", [])),
+        "transport": training.get("transport") or _last_transport(attempts),
         "interruptions": sum(1 for attempt in attempts if attempt.interrupted),
         "retries": sum(1 for attempt in attempts if attempt.is_retry),
         "weights_sha256": None if publication is None else publication.weights_sha256,
         "attempts": [attempt.to_json() for attempt in attempts],
     }
+
+
+def mean_layers(router_steps: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """The metrics of each layer, as means over the optimizer steps of an update.
+
+    An update that continued after an interruption has no times of the steps before it.
+    """
+    layers = list(zip(*(step["layers"] for step in router_steps), strict=True))
+    return [{name: _mean_known(steps, name) for name in steps[-1]} for steps in layers]
+
+
+def _mean_known(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    known = [row[name] for row in rows if name in row]
+    return sum(known) / len(known)
+
+
+def _last_transport(attempts: Sequence[Attempt]) -> dict[str, Any] | None:
+    """What an update that did not end well had observed: it may be why."""
+    return next((attempt.transport for attempt in reversed(attempts) if attempt.transport), None)
 
 
 def _phase_seconds(attempts: Sequence[Attempt]) -> dict[str, float]:

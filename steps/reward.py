@@ -4,6 +4,7 @@ A reward has a value and a status (ok, timeout, error): a failure is never a 0.0
 """
 
 import random
+import threading
 import time
 from dataclasses import replace
 
@@ -33,7 +34,7 @@ class RewardWorker:
         self.failures = 0
         self.seconds = 0.0
 
-    def work(self, lease: Lease) -> bool:
+    def work(self, lease: Lease, lost: threading.Event) -> bool:
         started_s = time.perf_counter()
         unit = lease.unit
         rewards = []

@@ -1,6 +1,7 @@
 """What the tracking server is told: metric names as verl's (leaf-only), the step is the policy version."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from steps.adapters.spool import Artifact, Event, Metric, Params, RegisteredVersion, RunStatus, Tags
@@ -54,6 +55,7 @@ def iteration_events(
         "perf/rollout_tokens_per_s": row["rollout_tokens_per_s"],
         "fault/interruptions": row["interruptions"],
         "fault/retries": row["retries"],
+        **_layer_metrics(row["router_layers"]),
     }
     aliases = ("candidate", "champion") if row["validated"] else ("candidate",)
     version = str(row["policy_version"])
@@ -66,6 +68,7 @@ def iteration_events(
         *_evaluation_metrics(row, timestamp_ms),
         Artifact(name=f"reports/iteration-{row['iteration']:05d}.html", text=html),
         Tags(values={"publication": publication_uri, "policy_version": version}),
+        *_transport_events(row),
         RegisteredVersion(
             name=run_id, source=publication_uri, aliases=aliases, tags={"policy_version": version, "run": run_id}
         ),
@@ -90,6 +93,24 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif value not in ("", None):
             flat[f"{prefix}{name}"] = str(value)
     return flat
+
+
+def _layer_metrics(layers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`moe_layer_03/entropy`: a group of charts for each layer, beside the worst and the sums below `moe/`."""
+    return {
+        f"moe_layer_{number:02d}/{name}": value for number, layer in enumerate(layers) for name, value in layer.items()
+    }
+
+
+def _transport_events(row: Mapping[str, Any]) -> list[Event]:
+    """What carried the tokens to their experts: as tags to search runs by, and whole as an artifact."""
+    transport = row["transport"]
+    if not transport:
+        return []
+    tags = {f"transport.{key}": str(transport[key]) for key in ("requested", "observed", "status", "reason")}
+    tags |= {f"transport.version.{name}": str(version) for name, version in transport["versions"].items()}
+    name = f"transport/iteration-{row['iteration']:05d}.json"
+    return [Tags(values=tags), Artifact(name=name, text=json.dumps(transport, indent=1, sort_keys=True))]
 
 
 def _evaluation_metrics(row: Mapping[str, Any], timestamp_ms: int) -> list[Event]:

@@ -36,6 +36,18 @@ def test_the_default_campaign_learns_and_its_mismatch_with_the_sampler_is_nil(tm
     assert all(row["train_samples_per_s"] > 0 and row["rollout_tokens_per_s"] > 0 for row in report["iterations"])
 
 
+def test_experts_spread_over_two_ranks_learn_as_fast(tmp_path: Path) -> None:
+    report = run_campaign("reverse-digits", tmp_path, "iterations=5", "train.ranks=2", "moe.dispatcher=all_to_all")
+    curve = rewards(report)
+    assert 0.2 <= curve[0] <= 0.5
+    assert curve[-1] >= curve[0] + 0.3, curve
+    transports = [row["transport"] for row in report["iterations"]]
+    assert {(t["observed"], t["status"], t["ranks"]) for t in transports} == {("all_to_all", "ok", 2)}
+    assert all(t["sent_bytes"] > 0 == t["predicted_off_node_bytes"] for t in transports)
+    num_layers = report["config"]["model"]["num_layers"]
+    assert all(len(row["router_layers"]) == num_layers for row in report["iterations"])
+
+
 def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
     curve = rewards(run_campaign("reverse-digits", tmp_path, "iterations=5", "reward.shuffle=true"))
     assert max(curve[1:]) < curve[0] + 0.1, curve

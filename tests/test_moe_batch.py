@@ -125,3 +125,55 @@ def test_mini_batches_differ_by_seed_and_epoch() -> None:
     group_N = torch.arange(64, dtype=torch.int32)
     drawn = [mini_batches(group_N, 2, seed, epoch)[0] for seed in (1, 2) for epoch in (0, 1)]
     assert len({tuple(part) for part in drawn}) == 4
+
+
+def routed(rows: list[int | None], layers: int = 2) -> TrainingBatch:
+    """Two tokens a row, a prompt's and a response's; row r's ids are all `rows[r]`, None: it has none."""
+    return TrainingBatch.from_rows(
+        prompts=[[5]] * len(rows),
+        responses=[[6]] * len(rows),
+        logprobs=[[0.0]] * len(rows),
+        versions=[[0]] * len(rows),
+        rewards=[0.0] * len(rows),
+        groups=[0] * len(rows),
+        routings=[None if row is None else torch.full((2, layers, 3), row, dtype=torch.int16) for row in rows],
+    )
+
+
+def test_routing_travels_with_the_batch_and_a_row_without_is_missing() -> None:
+    batch = TrainingBatch.from_bytes(routed([4, None]).to_bytes())
+    assert batch.prompt_routing_PLK is not None and batch.response_routing_RLK is not None
+    assert batch.prompt_routing_PLK[:, 0, 0].tolist() == [4, -1]
+    assert batch.response_routing_RLK.dtype == torch.int16
+    assert batch.response_routing_RLK.shape == (2, 2, 3)
+
+
+def test_a_batch_without_routing_has_no_tensor_of_it() -> None:
+    tensors = routed([None, None]).to_tensors()
+    assert not [name for name in tensors if "routing" in name]
+    assert TrainingBatch.from_tensors(tensors).prompt_routing_PLK is None
+
+
+def test_a_malformed_routing_is_named() -> None:
+    tensors = routed([1, 2]).to_tensors()
+    for broken in (tensors["prompt_routing_PLK"][:1], tensors["prompt_routing_PLK"].int()):
+        with pytest.raises(ValueError, match="batch prompt_routing_PLK: expected an int16"):
+            TrainingBatch.from_tensors(tensors | {"prompt_routing_PLK": broken})
+    with pytest.raises(ValueError, match="give both"):
+        TrainingBatch.from_tensors({name: t for name, t in tensors.items() if name != "response_routing_RLK"})
+    with pytest.raises(ValueError, match="give both"):
+        TrainingBatch.from_tensors(tensors | {"prompt_routing_PLK": tensors["prompt_routing_PLK"][:, :1]})
+
+
+def test_rows_of_different_models_are_refused() -> None:
+    ids = [torch.zeros(2, layers, 3, dtype=torch.int16) for layers in (2, 1)]
+    with pytest.raises(ValueError, match="batch row 1: routing of shape"):
+        TrainingBatch.from_rows(
+            prompts=[[5]] * 2,
+            responses=[[6]] * 2,
+            logprobs=[[0.0]] * 2,
+            versions=[[0]] * 2,
+            rewards=[0.0] * 2,
+            groups=[0] * 2,
+            routings=ids,
+        )

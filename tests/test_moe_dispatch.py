@@ -6,8 +6,10 @@ from torch import Tensor
 
 from moe.config import MoeConfig
 from moe.dispatch.base import ExpertShape
+from moe.dispatch.capacity import over_capacity
 from moe.dispatch.catalog import build_dispatcher
 from moe.dispatch.local import LocalDispatcher
+from tests.dense_reference import KINDS, Kind, check_dispatcher, expert_group, random_case
 
 torch.set_num_threads(1)
 EXPERTS, TOP_K, HIDDEN = 5, 2, 4
@@ -67,7 +69,7 @@ def test_all_tokens_may_choose_the_same_experts() -> None:
 
 
 def test_local_reports_that_nothing_is_transported() -> None:
-    dispatcher = build_dispatcher(MoeConfig())
+    dispatcher = build_dispatcher(MoeConfig(), expert_group(0, 1))
     report = dispatcher.transport_report()
     assert (report.requested, report.observed) == ("local", "local")
     dispatcher.close()
@@ -80,4 +82,47 @@ def test_more_routes_than_experts_are_refused() -> None:
 
 def test_an_unknown_dispatcher_is_named() -> None:
     with pytest.raises(ValueError, match="'teleport'"):
-        build_dispatcher(MoeConfig(dispatcher="teleport"))  # type: ignore[arg-type]
+        build_dispatcher(MoeConfig(dispatcher="teleport"), expert_group(0, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_local_equals_the_dense_reference(kind: Kind) -> None:
+    check_dispatcher(lambda group: LocalDispatcher(), 0, 1, random_case(5, 23, 6, 3, 4, kind), layers=2)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 12), st.integers(1, 4), st.integers(0, 5), st.integers(0, 2**31))
+def test_the_first_routes_of_an_expert_are_within_its_capacity(
+    tokens: int, top_k: int, capacity: int, seed: int
+) -> None:
+    ids_TK = torch.randint(-1, 3, (tokens, top_k), generator=torch.Generator().manual_seed(seed))
+    over = over_capacity(ids_TK, 3, capacity).reshape(-1).tolist()
+    taken = [0, 0, 0]
+    for expert, is_over in zip(ids_TK.reshape(-1).tolist(), over, strict=True):
+        assert is_over == (expert >= 0 and taken[expert] >= capacity)
+        taken[expert] += expert >= 0
+
+
+def test_routes_over_capacity_are_dropped_and_counted() -> None:
+    """4 tokens, top-1, 2 experts, factor 1: ceil(4 * 1 / 2) = 2 routes an expert; expert 0 is asked for 3 times."""
+    group = expert_group(0, 1)
+    dispatcher = build_dispatcher(MoeConfig(capacity_factor=1.0), group)
+    hidden, ids = torch.eye(4), torch.tensor([[0], [0], [1], [0]])
+    group.monitor.layer = 2
+    output = dispatcher.combine(
+        (dispatched := dispatcher.dispatch(hidden, ids, torch.ones(4, 1), 2)).rows_SH, dispatched
+    )
+    assert torch.equal(output, torch.diag(torch.tensor([1.0, 1.0, 1.0, 0.0])))
+    assert group.monitor.take()[2].dropped_routes == 1
+    assert dispatcher.transport_report().requested == "local"
+
+
+def test_a_capacity_nobody_reaches_drops_nothing() -> None:
+    group = expert_group(0, 1)
+    check_dispatcher(
+        lambda _: build_dispatcher(MoeConfig(dispatcher="all_to_all", capacity_factor=100.0), group),
+        0,
+        1,
+        random_case(1, 12, 6, 2, 4, "skewed"),
+    )
+    assert all(layer.dropped_routes == 0 for layer in group.monitor.take().values())

@@ -10,6 +10,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 from moe.config import ModelConfig, SamplingConfig
 from moe.decoder import ForwardDecoder, is_plain_qwen3_moe
 from moe.model import build_model
+from moe.routing import RouterControl
 from moe.sampler import SampledResponse, Sampler, SamplingStopped, counter_uniforms, sampling_logprobs
 
 torch.set_num_threads(1)
@@ -234,3 +235,25 @@ def test_bfloat16_samples_close_to_its_own_forward() -> None:
     for prompt, response in zip(prompts, _sampler(model).sample(prompts, range(4), CFG), strict=True):
         want = _forward_logprobs(model, prompt, response)
         torch.testing.assert_close(torch.tensor(response.logprobs), want, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_recorded_experts_are_those_of_the_forward_pass(family: str) -> None:
+    own = build_model(ModelConfig(family=family, initializer_range=0.3), vocab_size=16, seed=1)
+    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
+    responses = Sampler(own, (EOS,), PAD, record_routing=True).sample(prompts, range(len(prompts)), CFG)
+    plain = _sampler(own).sample(prompts, range(len(prompts)), CFG)
+    assert {response.finish_reason for response in responses} == {"stop", "length"}
+    for prompt, response, unrecorded in zip(prompts, responses, plain, strict=True):
+        assert unrecorded.expert_ids is None
+        assert (response.response_ids, response.logprobs) == (unrecorded.response_ids, unrecorded.logprobs)
+        ids = prompt + response.response_ids
+        with torch.no_grad(), RouterControl.of(own).recording() as trace:
+            own(input_ids=torch.tensor([ids]), use_cache=False)
+        expected = torch.stack([torch.cat(passes) for passes in trace.expert_ids_LTK], dim=1).to(torch.int16)
+        assert response.expert_ids is not None
+        assert response.expert_ids.shape == (len(ids), 2, 2)
+        known = (response.expert_ids >= 0).all(-1)
+        assert torch.equal(response.expert_ids[known], expected[known])
+        assert bool(known[len(prompt) - 1 : -1].all()) and not bool(known[-1].any())
+        assert bool(known[: len(prompt), 0].all())

@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 
 from moe.batch import BatchCutter, TrainingBatch
 from moe.config import LossConfig, ModelConfig, MoeConfig, OptimizerConfig, SamplingConfig, UpdateConfig
+from moe.dispatch.local import LocalDispatcher
 from moe.divergence import Diverged
+from moe.experts import expert_modules, get_dispatcher
 from moe.forward import ResponseScorer
 from moe.model import build_model
 from moe.sampler import Sampler
@@ -77,6 +79,18 @@ def weights(policy: PreTrainedModel) -> dict[str, Tensor]:
 
 def run(own: PolicyTrainer, batch: TrainingBatch, seed: int = 7) -> dict[str, float]:
     return own.run_batch(batch, seed, 0, lambda step: None, lambda: False).values
+
+
+def state(own: PolicyTrainer) -> dict[str, Tensor]:
+    return {name: piece.tensor.clone() for name, piece in own.state_pieces().items()}
+
+
+def transfer(source: PolicyTrainer, target: PolicyTrainer) -> None:
+    """What saving the state of `source` and loading it into `target` does."""
+    stored = source.state_pieces()
+    for name, piece in target.prepare_load({name: piece.full_shape for name, piece in stored.items()}).items():
+        piece.tensor.copy_(stored[name].tensor)
+    target.restore_progress(source.progress())
 
 
 def test_scores_are_the_plain_forwards_log_probabilities() -> None:
@@ -153,15 +167,15 @@ def test_an_interrupted_batch_goes_on_bit_identically(fields: dict[str, Any], st
         first.run_batch(batch, 7, 0, lambda step: steps.append(step.step), lambda: len(steps) == stop_after)
     assert stopped.value.steps_done == first.batch_step == stop_after
     second = trainer(model(5), reference=model(1), **fields)
-    second.load_state({k: v.clone() for k, v in first.state_tensors().items()}, first.progress())
+    transfer(first, second)
     resumed = second.run_batch(batch, 7, second.batch_step, lambda step: steps.append(step.step), lambda: False)
 
     assert steps == [1, 2, 3, 4]
     assert second.progress() == straight.progress()
-    straight_tensors, second_tensors = straight.state_tensors(), second.state_tensors()
+    straight_tensors, second_tensors = state(straight), state(second)
     assert straight_tensors.keys() == second_tensors.keys()
     assert [name for name in straight_tensors if not torch.equal(straight_tensors[name], second_tensors[name])] == []
-    measured = [name for name in metrics.values if not name.startswith(("perf/", "timing_s/"))]
+    measured = [name for name in metrics.values if not name.startswith(("perf/", "timing_s/", "moe/exchange_"))]
     assert {name: resumed.values[name] for name in measured} == {name: metrics.values[name] for name in measured}
     assert resumed.expert_load_LE == metrics.expert_load_LE
 
@@ -299,7 +313,7 @@ def test_a_single_optimizer_step_is_refused() -> None:
 def test_a_kl_needs_its_reference_only_to_run_a_batch() -> None:
     own = trainer(model(), kl_coefficient=0.1)
     other = trainer(model(1), kl_coefficient=0.1, reference=model(2))
-    other.load_state(own.state_tensors(), own.progress())
+    transfer(own, other)
     with pytest.raises(ValueError, match=r"train\.loss\.kl_coefficient = 0\.1 needs a reference model"):
         run(own, sampled_batch(model()))
 
@@ -322,7 +336,7 @@ def test_without_a_nucleus_nothing_is_scored_twice() -> None:
     own = trainer(model())
     with pytest.raises(UpdateStopped):
         own.run_batch(sampled_batch(model()), 7, 0, lambda step: None, lambda: True)
-    assert "batch.old_logprobs" not in own.state_tensors()
+    assert "batch.old_logprobs" not in own.state_pieces()
 
 
 def test_bfloat16_weights_are_not_trained() -> None:
@@ -351,9 +365,17 @@ def test_state_of_another_model_is_refused() -> None:
         moe=MoeConfig(),
         sampling=SAMPLING,
     )
+    shapes = {name: piece.full_shape for name, piece in own.state_pieces().items()}
     with pytest.raises(ValueError, match=r"tensor model\."):
-        other.load_state(own.state_tensors(), own.progress())
-    tensors = own.state_tensors()
-    tensors.popitem()
+        other.prepare_load(shapes)
+    shapes.popitem()
     with pytest.raises(ValueError, match=r"tensor model\."):
-        own.load_state(tensors, own.progress())
+        own.prepare_load(shapes)
+
+
+def test_closing_releases_what_the_dispatchers_of_both_models_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[object] = []
+    monkeypatch.setattr(LocalDispatcher, "close", lambda dispatcher: closed.append(dispatcher))
+    policy, reference = model(), model(seed=1)
+    trainer(policy, reference=reference, kl_coefficient=0.1).close()
+    assert closed == [get_dispatcher(expert_modules(each)[0]) for each in (policy, reference)]

@@ -1,5 +1,6 @@
 """steps/adapters/buffer.py, on SQLite and on PostgreSQL."""
 
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from steps.adapters.leases import outstanding
 from steps.adapters.ledger import list_draws
 from steps.adapters.runs import drop_open_prompts
 from steps.errors import DataError
-from steps.records import Reward, RewardStatus
+from steps.records import Reward, RewardStatus, Sample, SampleRouting
 from tests.experience import (
     commit_samples_and_die,
     complete_lease,
@@ -347,3 +348,33 @@ def test_finishing_a_batch_twice_changes_nothing(db: Database) -> None:
     with pytest.raises(DataError, match="a batch never changes"):
         finish_batch(db, "run-1", 1, "s3://bucket/batch", "other")
     assert get_batch(db, "run-1", 1) == finished
+
+
+def with_routing(uid: str, index: int, uri: str = "") -> Sample:
+    """Three prompt and three response tokens, two layers, two experts a token."""
+    sample = make_sample(uid, index)
+    ids = struct.pack("<24h", *range(22), -1, -1)
+    return replace(sample, routing=SampleRouting(num_layers=2, top_k=2, ids=b"" if uri else ids, uri=uri))
+
+
+def test_routing_comes_back_inline_or_as_a_uri_beside_samples_without(db: Database) -> None:
+    plan(db, [["a"]])
+    lease = take(db, "rollout")
+    drawn = [with_routing("a", 0), with_routing("a", 1, "s3://bucket/routing/0123.bin"), make_sample("a", 2)]
+    assert complete_rollout(db, lease, drawn)
+    assert unit_samples(db, "run-1", 1, ["a"]) == drawn
+
+
+def test_routing_of_another_length_is_refused_and_nothing_is_stored(db: Database) -> None:
+    plan(db, [["a"]])
+    lease = take(db, "rollout")
+    sample = with_routing("a", 0)
+    assert sample.routing is not None
+    for routing in (
+        replace(sample.routing, num_layers=3),
+        replace(sample.routing, ids=sample.routing.ids[:-2]),
+        replace(sample.routing, uri="s3://bucket/both.bin"),
+    ):
+        with pytest.raises(ValueError, match="sample a/0: routing has"):
+            complete_rollout(db, lease, [replace(sample, routing=routing)])
+    assert unit_samples(db, "run-1", 1, ["a"]) == []

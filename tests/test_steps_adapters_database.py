@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
@@ -12,6 +13,7 @@ from sqlalchemy import func, inspect, select, text
 from sqlalchemy.exc import DBAPIError
 
 from steps.adapters import database, migrations
+from steps.adapters.attempts import list_attempts
 from steps.adapters.database import Database, database_clock, migrate, open_database
 from steps.adapters.tables import SCHEMA_REVISION, metadata, runs
 from steps.errors import ConfigError, ServiceUnavailable
@@ -94,6 +96,27 @@ def test_the_migrations_create_exactly_the_tables_of_the_code(db: Database) -> N
         for table in metadata.tables.values():
             declared = {constraint.name for constraint in table.constraints if "ck_" in str(constraint.name)}
             assert {check["name"] for check in inspector.get_check_constraints(table.name)} == declared
+
+
+def test_a_database_of_the_first_release_is_upgraded_with_what_is_in_it(empty_database_url: str) -> None:
+    if empty_database_url.startswith("sqlite"):
+        Path(empty_database_url.removeprefix("sqlite:///")).touch()
+    db = open_database(empty_database_url)
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    names = "run_id, step, pod, node, capacity_type, started_at, detail, provenance_json, metrics_json"
+    with db.transaction() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        connection.execute(
+            text(
+                f"INSERT INTO step_attempts ({names}) VALUES ('r', 'train', 'p', 'n', 'spot', 1.0, '', '{{}}', '{{}}')"
+            )
+        )
+    migrate(empty_database_url)
+    (attempt,) = list_attempts(db, "r")
+    assert (attempt.step, attempt.transport) == ("train", {})
+    db.close()
 
 
 def test_the_known_revision_is_the_newest_migration() -> None:

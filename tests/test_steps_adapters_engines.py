@@ -9,6 +9,7 @@ from moe.model import build_model
 from moe.publication import save_publication
 from moe.tokenizer import build_char_tokenizer
 from steps.adapters.engines.catalog import load_engine
+from steps.adapters.engines.torch_engine import TorchEngine
 from steps.errors import DataError
 
 
@@ -36,3 +37,18 @@ def test_a_prompt_outside_the_alphabet_is_a_data_error(folder: Path) -> None:
 def test_an_unknown_engine_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"rollout\.engine 'vllm' does not exist: use one of torch"):
         load_engine("vllm", folder, policy_version=0)
+
+
+def test_the_torch_engine_tells_the_experts_of_every_token_when_asked(folder: Path) -> None:
+    engine = load_engine("torch", folder, policy_version=0, record_routing=True)
+    prompt = engine.encode("ab")
+    (response,) = engine.sample([prompt], [1], SamplingConfig(max_new_tokens=4))
+    assert response.expert_ids is not None
+    assert response.expert_ids.shape == (len(prompt) + len(response.response_ids), 2, 2)
+
+
+def test_an_engine_that_cannot_record_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchEngine, "can_record_routing", False)
+    with pytest.raises(ValueError, match="'torch' does not tell the experts of a token: set moe.routing_replay"):
+        load_engine("torch", folder, policy_version=0, record_routing=True)
+    assert load_engine("torch", folder, policy_version=0).policy_version == 0

@@ -185,7 +185,7 @@ def test_the_last_validated_publication_is_the_newest_that_passed(db: Database) 
 def test_an_attempt_is_recorded_from_start_to_end(db: Database) -> None:
     first = begin(db, "init_run", None)
     second = begin(db)
-    ledger.end_attempt(db, first, 0, "done", json.dumps({"tokens": 9}))
+    ledger.end_attempt(db, first, 0, "done", json.dumps({"tokens": 9}), json.dumps({"observed": "all_to_all"}))
     ledger.end_attempt(db, first, 1, "late")
     done, running = ledger.list_attempts(db, "run-1")
     assert (done.attempt_id, done.step, done.iteration, done.exit_code, done.detail) == (
@@ -196,6 +196,7 @@ def test_an_attempt_is_recorded_from_start_to_end(db: Database) -> None:
         "done",
     )
     assert (done.metrics, done.provenance) == ({"tokens": 9}, {"torch": "2.13"})
+    assert (done.transport, running.transport) == ({"observed": "all_to_all"}, {})
     assert done.ended_at is not None and done.ended_at >= done.started_at
     assert (running.attempt_id, running.ended_at, running.exit_code, running.capacity_type) == (
         second,

@@ -13,10 +13,13 @@ import pytest
 from steps.adapters.publications import (
     MANIFEST_NAME,
     Manifest,
+    fetch_files,
     fetch_folder,
+    finish_folder,
     move_pointer,
     read_manifest,
     read_pointer,
+    upload_files,
     upload_folder,
 )
 from steps.adapters.store import NotFound, Store, open_store, sha256_of_file
@@ -179,6 +182,45 @@ def test_the_cache_is_used_and_shared(local_store: Store, folder: Path, tmp_path
     first = fetch_folder(local_store, PREFIX, cache)
     local_store.delete([f"{PREFIX}/model.safetensors"])
     assert fetch_folder(local_store, PREFIX, cache) == first
+
+
+def test_a_folder_written_in_parts_is_one_folder(store: Store, folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.safetensors").write_bytes(b"another rank's")
+    entries = [*upload_files(store, folder, PREFIX), *upload_files(store, other, PREFIX)]
+    with pytest.raises(NotFound):
+        read_manifest(store, PREFIX)
+    manifest = finish_folder(store, PREFIX, entries, {"v": 1})
+    assert finish_folder(store, PREFIX, reversed(entries), {"v": 1}) == manifest
+    fetched = contents(fetch_folder(store, PREFIX, tmp_path / "cache"))
+    assert fetched == contents(folder) | contents(other)
+
+
+def test_nothing_is_written_below_a_manifest(local_store: Store, folder: Path) -> None:
+    entries = list(upload_folder(local_store, folder, PREFIX, {}).files)
+    before = local_store.list(PREFIX)
+    assert upload_files(local_store, folder, PREFIX) == entries
+    assert local_store.list(PREFIX) == before
+
+
+def test_only_the_files_that_are_asked_for_are_fetched_and_more_can_follow(
+    local_store: Store, folder: Path, tmp_path: Path
+) -> None:
+    upload_folder(local_store, folder, PREFIX, {})
+    cache = tmp_path / "cache"
+    first = fetch_files(local_store, PREFIX, cache, ["config.json"])
+    assert contents(first) == {"config.json": b'{"a": 1}'}
+    local_store.delete([f"{PREFIX}/config.json"])
+    assert fetch_files(local_store, PREFIX, cache, ["config.json", "nested/empty.txt"]) == first
+    assert set(contents(first)) == {"config.json", "nested/empty.txt"}
+    assert contents(fetch_folder(local_store, PREFIX, cache)) == contents(folder)
+
+
+def test_a_file_that_the_manifest_does_not_name_is_refused(local_store: Store, folder: Path, tmp_path: Path) -> None:
+    upload_folder(local_store, folder, PREFIX, {})
+    with pytest.raises(NotFound, match=r"names no file other\.json"):
+        fetch_files(local_store, PREFIX, tmp_path / "cache", {"other.json"})
 
 
 @pytest.mark.parametrize("damage", ["changed", "truncated", "removed"])

@@ -15,6 +15,15 @@ from steps.adapters.publications import MANIFEST_NAME
 from tests.fixtures_s3 import use_server
 from tests.fixtures_steps import RUN, TINY_CONFIG, StepResult, StepRunner
 
+UNDER = """
+[train]
+ranks = 2
+[train.update]
+micro_batch_tokens = 4096
+[moe]
+exchange_dtype = "bfloat16"
+dispatcher = """
+
 
 def assert_refused(result: StepResult, code: int, *parts: str) -> None:
     assert result.code == code, result.log
@@ -36,6 +45,9 @@ def assert_refused(result: StepResult, code: int, *parts: str) -> None:
         ('[task]\nkind = "jsonl"\n', ["task.train_path"]),
         ('[task]\nverifier = "no_such_module:score"\n', ["no_such_module"]),
         ('[warmup]\nstart = "/no/such/checkpoint"\n', ["warmup.start", "/no/such/checkpoint"]),
+        (f'{UNDER}"deepep"', ["package deep_ep is not installed", "argo-moe-rl[deepep]"]),
+        (f'{UNDER}"uccl_ep"', ["package uccl is not installed", "argo-moe-rl[uccl]"]),
+        (f'{UNDER}"nccl_ep"', ["package nccl is not installed", "argo-moe-rl[nccl-ep]"]),
     ],
 )
 def test_a_wrong_configuration_is_78_and_starts_no_run(steps: StepRunner, config: str, parts: list[str]) -> None:

@@ -54,6 +54,8 @@ def test_an_iteration_trains_publishes_and_judges_a_new_version(steps: StepRunne
         "policy-version": "0",
         "rollout-workers": "2",
         "reward-workers": "1",
+        "training-nodes": "1",
+        "ranks-per-node": "1",
     }
     steps.iterate()
     first, second = ledger.list_publications(steps.database, RUN)

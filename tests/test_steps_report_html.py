@@ -47,6 +47,22 @@ def attempts_of_iteration(start: float, interrupted: bool) -> list[dict[str, Any
     return rows
 
 
+TRANSPORT = {
+    "requested": "all_to_all", "observed": "all_to_all", "status": "ok", "reason": "no token left its node",
+    "network": "auto", "ranks": 2, "nodes": 1, "sent_bytes": 123_000, "predicted_off_node_bytes": 0,
+    "counted_rdma_bytes": None, "counted_ethernet_bytes": None, "counters": {}, "details": {"backend": "gloo"},
+    "versions": {"torch": "2.13.0"}, "environment": {},
+}  # fmt: skip
+
+
+def layer_metrics(layer: int, iteration: int) -> dict[str, float]:
+    return {
+        "max_violation": 0.4, "dead_experts": 0.0, "entropy": 1.9, "rank_imbalance": 1.1 + 0.1 * layer,
+        "node_imbalance": 1.0, "dropped_routes": 0.0, "sent_bytes": 2.5e6, "sent_off_node_bytes": 0.0,
+        "exchange_s": 0.01 * iteration, "exchange_share": 0.125,
+    }  # fmt: skip
+
+
 def synthetic_report(iterations: int = 20) -> dict[str, Any]:
     """A plausible run; iteration 7 lost a rollout worker, iteration 11 was rejected."""
     rows = []
@@ -70,6 +86,8 @@ def synthetic_report(iterations: int = 20) -> dict[str, Any]:
                 "train_samples_per_s": 720.0 - 15 * (i % 4),
                 "expert_max_violation": 0.42 - 0.01 * i,
                 "expert_load": load,
+                "router_layers": [layer_metrics(layer, i) for layer in range(2)],
+                "transport": TRANSPORT,
                 "interruptions": int(i == 7),
                 "retries": int(i == 7),
                 "dropped": {"no usable reward": 2} if i == 11 else {},
@@ -83,6 +101,7 @@ def synthetic_report(iterations: int = 20) -> dict[str, Any]:
     initial = empty | {
         "iteration": 0, "sampled_from": None, "policy_version": 0, "reward_eval": 0.31, "validated": True,
         "validation_reason": "", "phase_seconds": {"init_run": 6.0}, "wall_seconds": 6.0, "expert_load": None,
+        "router_layers": [], "transport": None,
         "interruptions": 0, "retries": 0, "dropped": {}, "weights_sha256": "0" * 64,
         "attempts": [attempt("init_run", 994.0, 6.0)],
     }  # fmt: skip

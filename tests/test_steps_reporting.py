@@ -133,6 +133,7 @@ def row(number: int, start_s: float, end_s: float | None, code: int | None, work
     return AttemptRow(
         attempt_id=number, run_id=RUN, iteration=1, step="rollout", worker=worker, pod="", node="", capacity_type="",
         started_at=start_s, ended_at=end_s, exit_code=code, detail="", provenance={}, metrics={},
+        transport={},
     )  # fmt: skip
 
 

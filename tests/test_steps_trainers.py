@@ -36,3 +36,25 @@ def test_a_bfloat16_policy_is_trained_in_float32_and_published_in_bfloat16(steps
     for publication in (first, second):
         prefix = publication.uri.removeprefix(f"{steps.store.uri}/")
         assert json.loads(steps.store.get_bytes(f"{prefix}/config.json"))["dtype"] == "bfloat16"
+
+
+RANKS = "\n[train]\nranks = 2\n[moe]\ndispatcher = 'all_to_all'\n"
+
+
+@pytest.mark.parametrize(
+    ("section", "setting", "rest"),
+    [
+        ("[train.update]", "compute_dtype = 'bfloat16'", ""),
+        ("[train.update]", "compute_dtype = 'bfloat16'", f"{RANKS}exchange_dtype = 'bfloat16'\n"),
+        ("[train.update]", "recompute = 'moe'", f"{RANKS}routing_replay = 'sampler'\n"),
+        ("[train.update]", "recompute = 'experts'", f"{RANKS}routing_replay = 'trainer'\ndeduplicate = 'rank'\n"),
+        ("[model]", "family = 'deepseek_v3'", f"{RANKS}bias_update_rate = 0.01\nfreeze_router = true\n"),
+    ],
+)
+def test_a_way_of_training_goes_through_a_whole_iteration(
+    steps: StepRunner, section: str, setting: str, rest: str
+) -> None:
+    metrics = trained(steps, TINY_CONFIG.replace(section, f"{section}\n{setting}") + rest)
+    assert metrics["actor/grad_norm"] > 0.0
+    first, second = ledger.list_publications(steps.database, RUN)
+    assert first.weights_sha256 != second.weights_sha256

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from moe.dispatch.monitor import ExchangeMonitor
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertShape:
     """What a backend's limits depend on: one layer's experts, over the whole expert-parallel group."""
 
@@ -15,6 +18,30 @@ class ExpertShape:
     top_k: int
     hidden_size: int
     dtype: torch.dtype
+    """Of the hidden states on the wire."""
+    ep_size: int = 1
+    ranks_per_node: int = 1
+    tokens_per_rank: int = 0
+    """Most tokens that a rank dispatches at once; 0: unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertGroup:
+    """The ranks that share one replica of the experts; rank r holds experts r * E/size to (r+1) * E/size - 1.
+
+    Consecutive ranks of the group are on one node, `ranks_per_node` at a time.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+    """None: this process alone, without torch.distributed."""
+    rank: int = 0
+    size: int = 1
+    ranks_per_node: int = 1
+    monitor: ExchangeMonitor
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.size // self.ranks_per_node)
 
 
 @dataclass(frozen=True)
@@ -43,7 +70,9 @@ class TokenDispatcher(Protocol):
     """Sends tokens to their experts and brings the weighted results back.
 
     Both directions are differentiable: the backward of `dispatch` is a combine, and the reverse. An expert id of -1
-    masks that route: it contributes nothing and receives no gradient. A batch of zero tokens is legal.
+    masks that route: it contributes nothing and receives no gradient. A batch of zero tokens is legal, and so is a rank
+    that receives none: it takes part in the exchanges all the same, forward and backward. All ranks of the group call
+    `dispatch` and `combine` equally often, in the same order.
     """
 
     def validate(self, shape: ExpertShape) -> None:
@@ -52,7 +81,10 @@ class TokenDispatcher(Protocol):
     def dispatch(
         self, hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, num_experts: int
     ) -> DispatchedTokens:
-        """Route (T, hidden) tokens by int64 (T, top_k) global expert ids and their (T, top_k) weights."""
+        """Route (T, hidden) tokens by int64 (T, top_k) global expert ids and their (T, top_k) weights.
+
+        `num_experts` counts the experts of the whole group.
+        """
 
     def combine(self, rows_SH: Tensor, dispatched: DispatchedTokens) -> Tensor:
         """Sum every token's expert outputs times their weights: (T, hidden), in the order given to `dispatch`."""

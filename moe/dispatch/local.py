@@ -72,7 +72,9 @@ class _WeightedScatterAdd(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows_SH, weights_TK, token_S, order_S, position_S)
         by_token_TKH = rows_SH.index_select(0, position_S).view(*weights_TK.shape, rows_SH.shape[1])
-        return torch.bmm(weights_TK.to(rows_SH.dtype).unsqueeze(1), by_token_TKH).squeeze(1)
+        output_TH = rows_SH.new_empty(len(weights_TK), rows_SH.shape[1])  # not a view: FSDP2 wants none
+        torch.bmm(weights_TK.to(rows_SH.dtype).unsqueeze(1), by_token_TKH, out=output_TH.unsqueeze(1))
+        return output_TH
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

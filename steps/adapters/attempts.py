@@ -28,6 +28,8 @@ class AttemptRow:
     detail: str
     provenance: dict[str, Any]
     metrics: dict[str, Any]
+    transport: dict[str, Any]
+    """How tokens reached the experts; empty for a step without such."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +81,14 @@ def begin_attempt(
         return int(key[0])
 
 
-def end_attempt(db: Database, attempt_id: int, exit_code: int, detail: str = "", metrics_json: str = "{}") -> None:
+def end_attempt(
+    db: Database,
+    attempt_id: int,
+    exit_code: int,
+    detail: str = "",
+    metrics_json: str = "{}",
+    transport_json: str = "{}",
+) -> None:
     """Record how an attempt ended; a second call changes nothing."""
     statement = (
         update(step_attempts)
@@ -89,6 +98,7 @@ def end_attempt(db: Database, attempt_id: int, exit_code: int, detail: str = "",
             exit_code=exit_code,
             detail=detail,
             metrics_json=metrics_json,
+            transport_json=transport_json,
         )
     )
     with db.transaction() as connection:
@@ -126,5 +136,5 @@ def list_interruptions(db: Database, run_id: str) -> list[InterruptionRow]:
 
 
 def _attempt(row: dict[str, Any]) -> AttemptRow:
-    provenance, metrics = json.loads(row.pop("provenance_json")), json.loads(row.pop("metrics_json"))
-    return AttemptRow(**row, provenance=provenance, metrics=metrics)
+    documents = {name: json.loads(row.pop(f"{name}_json")) for name in ("provenance", "metrics", "transport")}
+    return AttemptRow(**row, **documents)

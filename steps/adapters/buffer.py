@@ -5,7 +5,6 @@ called again by anyone. Samples are written once and never changed; a group (the
 is consumed or dropped as a whole, in the prompt ledger.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from steps.adapters.runs import add_unit, drop_open_prompts, lock_run, require_i
 from steps.adapters.sample_rows import (
     REWARD_COLUMNS,
     SAMPLE_COLUMNS,
+    check_samples,
+    check_scores,
     decode_sample,
     decode_scored_sample,
     pack_int32,
@@ -84,7 +85,7 @@ def complete_rollout(db: Database, lease: Lease, new_samples: Sequence[Sample]) 
     Raises:
         ValueError: not a rollout lease, a sample of another unit, or a sample whose lengths don't match.
     """
-    _check_samples(lease, new_samples)
+    check_samples(lease, new_samples)
     unit = lease.unit
     prompt_ids = {uid: pack_int32(ids) for uid, ids in {s.prompt_uid: s.prompt_ids for s in new_samples}.items()}
     rows = [sample_values(lease, sample) for sample in new_samples]
@@ -125,7 +126,7 @@ def complete_reward(db: Database, lease: Lease, scores: Sequence[Reward]) -> boo
     Raises:
         ValueError: not a reward lease, a score too many or missing, or a value that doesn't fit the status.
     """
-    _check_scores(lease, scores)
+    check_scores(lease, scores)
     unit = lease.unit
     key = {"run_id": unit.run_id, "iteration": unit.iteration}
     with db.transaction() as connection:
@@ -352,35 +353,6 @@ def _require_batch(connection: Connection, run_id: str, iteration: int) -> Batch
             f"run {run_id}, iteration {iteration}: no batch is selected yet; run python -m steps.flush first"
         )
     return batch
-
-
-def _check_samples(lease: Lease, new_samples: Sequence[Sample]) -> None:
-    if lease.unit.kind != "rollout":
-        raise ValueError(f"complete_rollout needs a rollout lease, not {lease.unit.kind}")
-    expected = set(lease.unit.prompt_uids)
-    prompt_ids = {sample.prompt_uid: sample.prompt_ids for sample in new_samples}
-    for sample in new_samples:
-        length = len(sample.response_ids_T)
-        if sample.prompt_uid not in expected:
-            raise ValueError(f"prompt {sample.prompt_uid} is not in unit {lease.unit.unit}")
-        if sample.prompt_ids != prompt_ids[sample.prompt_uid]:
-            raise ValueError(f"prompt {sample.prompt_uid}: its samples have different prompt_ids")
-        if length == 0 or length != len(sample.logprobs_T) or length != len(sample.versions_T):
-            raise ValueError(
-                f"sample {sample.prompt_uid}/{sample.sample_index}: response_ids_T, logprobs_T and versions_T "
-                f"need one length of at least 1, not {length}, {len(sample.logprobs_T)}, {len(sample.versions_T)}"
-            )
-
-
-def _check_scores(lease: Lease, scores: Sequence[Reward]) -> None:
-    if lease.unit.kind != "reward":
-        raise ValueError(f"complete_reward needs a reward lease, not {lease.unit.kind}")
-    for score in scores:
-        valid = score.value is not None and math.isfinite(score.value) if score.status == "ok" else score.value is None
-        if not valid:
-            raise ValueError(
-                f"reward {score.prompt_uid}/{score.sample_index}: value {score.value} doesn't fit status {score.status}"
-            )
 
 
 def _check_all_scored(connection: Connection, lease: Lease, scores: Sequence[Reward]) -> None:

@@ -7,7 +7,7 @@ lie under their own names beside the manifest, so that a publication is loadable
 import fcntl
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -67,21 +67,33 @@ def upload_folder(store: Store, folder: Path, prefix: str, extra: dict[str, Any]
     Raises DataError when `prefix` already holds another content; an existing manifest is found before anything is
     written. Memory use is constant in the size of the files.
     """
+    return finish_folder(store, prefix, upload_files(store, folder, prefix), extra)
+
+
+def upload_files(store: Store, folder: Path, prefix: str) -> list[FileEntry]:
+    """Write all files below `folder` under `prefix`, without a manifest; what was written, for `finish_folder`.
+
+    Several processes may each write a part of one folder so. Below an existing manifest nothing is written.
+    """
     paths = _relative_paths(folder)
     if store.head(f"{prefix}/{MANIFEST_NAME}") is not None:
         with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
-            entries = tuple(pool.map(lambda path: _describe(folder, path), paths))
-        return _require_same(store, prefix, Manifest(files=entries, extra=extra))
+            return list(pool.map(lambda path: _describe(folder, path), paths))
     # Two threads a file: hashing takes no time of its own while the network is the limit.
     with ThreadPoolExecutor(_PARALLEL_FILES) as hashing, ThreadPoolExecutor(_PARALLEL_FILES) as sending:
         described = [hashing.submit(_describe, folder, path) for path in paths]
         sent = [sending.submit(store.upload_file, folder / path, f"{prefix}/{path}") for path in paths]
-        entries = tuple(future.result() for future in described)
+        entries = [future.result() for future in described]
         stored_sizes = [future.result().size_bytes for future in sent]
     for entry, stored_bytes in zip(entries, stored_sizes, strict=True):
         if entry.size_bytes != stored_bytes:
             raise DataError(f"{folder / entry.path}: changed while it was uploaded; write the folder again")
-    manifest = Manifest(files=entries, extra=extra)
+    return entries
+
+
+def finish_folder(store: Store, prefix: str, entries: Iterable[FileEntry], extra: dict[str, Any]) -> Manifest:
+    """Write the manifest of files that lie under `prefix`; raises DataError when another one is there already."""
+    manifest = Manifest(files=tuple(sorted(entries, key=lambda entry: entry.path)), extra=extra)
     try:
         store.put_bytes(f"{prefix}/{MANIFEST_NAME}", manifest.to_bytes(), if_none_match=True)
     except AlreadyExists:
@@ -101,17 +113,12 @@ def fetch_folder(store: Store, prefix: str, cache_dir: Path) -> Path:
     The copy's name is the manifest's SHA-256. One process of the machine downloads it while the others wait. Raises
     NotFound, or DataError naming the file, the expected and the found checksum.
     """
-    manifest = read_manifest(store, prefix)
-    target = cache_dir.absolute() / manifest.sha256
-    with explained_os_errors(f"cache {cache_dir}"):
-        if _is_intact(target, manifest):
-            return target
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with _exclusive(cache_dir / f"{manifest.sha256}.lock"):
-            if not _is_intact(target, manifest):
-                shutil.rmtree(target, ignore_errors=True)
-                _download(store, prefix, manifest, target)
-    return target
+    return _fetch(store, prefix, cache_dir, None)
+
+
+def fetch_files(store: Store, prefix: str, cache_dir: Path, paths: Collection[str]) -> Path:
+    """As `fetch_folder`, but only these files of the folder are certain to be in the copy."""
+    return _fetch(store, prefix, cache_dir, paths)
 
 
 def move_pointer(store: Store, key: str, version: int, payload: dict[str, Any]) -> bool:
@@ -182,41 +189,71 @@ def _parse_pointer(data: bytes, uri: str) -> dict[str, Any]:
         raise DataError(f"{uri}: not a pointer ({error}); delete it and publish again") from error
 
 
-def _download(store: Store, prefix: str, manifest: Manifest, target: Path) -> None:
+def _fetch(store: Store, prefix: str, cache_dir: Path, paths: Collection[str] | None) -> Path:
+    manifest = read_manifest(store, prefix)
+    wanted = {entry.path for entry in manifest.files} if paths is None else set(paths)
+    if unknown := sorted(wanted - {entry.path for entry in manifest.files}):
+        raise NotFound(f"{store.uri_of(prefix)}: its manifest names no file {unknown[0]}; write the folder again")
+    target = cache_dir.absolute() / manifest.sha256
+    with explained_os_errors(f"cache {cache_dir}"):
+        if not _missing(target, wanted):
+            return target
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with _exclusive(cache_dir / f"{manifest.sha256}.lock"):
+            if missing := _missing(target, wanted):
+                _download(store, prefix, manifest, missing, target)
+    return target
+
+
+def _download(store: Store, prefix: str, manifest: Manifest, missing: set[str], target: Path) -> None:
+    """Get the files, verify them all, and only then move them to their places."""
     with _partial_folder(target) as folder:
-        for parent in {(folder / entry.path).parent for entry in manifest.files}:
+        entries = [entry for entry in manifest.files if entry.path in missing]
+        for parent in {(folder / entry.path).parent for entry in entries}:
             parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
             jobs = [
                 pool.submit(store.download_file, f"{prefix}/{entry.path}", folder / entry.path, entry.sha256)
-                for entry in manifest.files
+                for entry in entries
             ]
             for job in jobs:
                 job.result()
         (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
-        _verified_stamp(target).write_text(json.dumps(_stamps(folder, manifest)))
-        folder.rename(target)
+        fetched = [*(entry.path for entry in entries), MANIFEST_NAME]
+        stamps = _verified_stamps(target) | {path: _stamp(folder / path) for path in fetched}
+        _stamps_file(target).write_text(json.dumps(stamps))
+        for path in fetched:
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).replace(target / path)
 
 
-def _is_intact(target: Path, manifest: Manifest) -> bool:
-    """Whether the cached copy is there and untouched since it was verified (hashing it at each use is too slow)."""
+def _missing(target: Path, wanted: set[str]) -> set[str]:
+    """Those of the files that are not in the cached copy as they were verified (hashing at each use is too slow)."""
+    verified = _verified_stamps(target)
+    return {
+        path for path in {*wanted, MANIFEST_NAME} if path not in verified or verified[path] != _stamp(target / path)
+    }
+
+
+def _verified_stamps(target: Path) -> dict[str, list[int]]:
     try:
-        return bool(json.loads(_verified_stamp(target).read_text()) == _stamps(target, manifest))
-    except (FileNotFoundError, ValueError):
-        return False
+        stamps: dict[str, list[int]] = json.loads(_stamps_file(target).read_text())
+    except (FileNotFoundError, ValueError):  # none yet, or another process is writing them: ask again under the lock
+        return {}
+    return stamps
 
 
-def _verified_stamp(target: Path) -> Path:
-    return target.with_name(f"{target.name}.verified.json")
+def _stamps_file(target: Path) -> Path:
+    return target.with_name(f"{target.name}.stamps.json")
 
 
-def _stamps(folder: Path, manifest: Manifest) -> list[list[int]]:
-    statuses = [(folder / path).stat() for path in _all_paths(manifest)]
-    return [[status.st_size, status.st_mtime_ns] for status in statuses]
-
-
-def _all_paths(manifest: Manifest) -> Iterable[str]:
-    return [entry.path for entry in manifest.files] + [MANIFEST_NAME]
+def _stamp(path: Path) -> list[int] | None:
+    """What changes when a file is written to; None when there is no file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return [status.st_size, status.st_mtime_ns]
 
 
 @contextmanager

@@ -1,15 +1,17 @@
 """A sample as a row of the database, and back.
 
 Token ids are little-endian int32 blobs, log-probabilities little-endian float32 blobs, versions int32 pairs of
-(version, number of tokens).
+(version, number of tokens). A routing is two int32, layers and experts a token, and the int16 expert ids; only the
+first two when the ids lie in the store, at `routing_uri`.
 """
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any
 
 from steps.adapters.tables import prompt_draws, rewards, samples
-from steps.records import Lease, Reward, Sample, ScoredSample
+from steps.records import Lease, Reward, Sample, SampleRouting, ScoredSample
 
 SAMPLE_COLUMNS = [
     samples.c.prompt_uid,
@@ -23,6 +25,8 @@ SAMPLE_COLUMNS = [
     samples.c.finish_reason,
     samples.c.temperature,
     samples.c.top_p,
+    samples.c.routing,
+    samples.c.routing_uri,
 ]
 REWARD_COLUMNS = [rewards.c.status, rewards.c.value, rewards.c.detail]
 
@@ -46,11 +50,58 @@ def sample_values(lease: Lease, sample: Sample) -> dict[str, Any]:
         "versions": pack_int32(run_lengths),
         "response_ids": pack_int32(sample.response_ids_T),
         "logprobs": _pack_float32(sample.logprobs_T),
+        "routing": None if sample.routing is None else _pack_routing(sample.routing),
+        "routing_uri": (sample.routing.uri or None) if sample.routing is not None else None,
     }
 
 
+def check_samples(lease: Lease, new_samples: Sequence[Sample]) -> None:
+    """Raise ValueError for what `complete_rollout` must not store."""
+    if lease.unit.kind != "rollout":
+        raise ValueError(f"complete_rollout needs a rollout lease, not {lease.unit.kind}")
+    expected = set(lease.unit.prompt_uids)
+    prompt_ids = {sample.prompt_uid: sample.prompt_ids for sample in new_samples}
+    for sample in new_samples:
+        length = len(sample.response_ids_T)
+        if sample.prompt_uid not in expected:
+            raise ValueError(f"prompt {sample.prompt_uid} is not in unit {lease.unit.unit}")
+        if sample.prompt_ids != prompt_ids[sample.prompt_uid]:
+            raise ValueError(f"prompt {sample.prompt_uid}: its samples have different prompt_ids")
+        if length == 0 or length != len(sample.logprobs_T) or length != len(sample.versions_T):
+            raise ValueError(
+                f"sample {sample.prompt_uid}/{sample.sample_index}: response_ids_T, logprobs_T and versions_T "
+                f"need one length of at least 1, not {length}, {len(sample.logprobs_T)}, {len(sample.versions_T)}"
+            )
+        _check_routing(sample)
+
+
+def _check_routing(sample: Sample) -> None:
+    routing = sample.routing
+    if routing is None:
+        return
+    expected_bytes = 2 * (len(sample.prompt_ids) + len(sample.response_ids_T)) * routing.num_layers * routing.top_k
+    if len(routing.ids) != (0 if routing.uri else expected_bytes):
+        raise ValueError(
+            f"sample {sample.prompt_uid}/{sample.sample_index}: routing has {len(routing.ids)} bytes of expert ids, "
+            f"expected {expected_bytes}, or none beside a URI"
+        )
+
+
+def check_scores(lease: Lease, scores: Sequence[Reward]) -> None:
+    """Raise ValueError for what `complete_reward` must not store."""
+    if lease.unit.kind != "reward":
+        raise ValueError(f"complete_reward needs a reward lease, not {lease.unit.kind}")
+    for score in scores:
+        valid = score.value is not None and math.isfinite(score.value) if score.status == "ok" else score.value is None
+        if not valid:
+            raise ValueError(
+                f"reward {score.prompt_uid}/{score.sample_index}: value {score.value} doesn't fit status {score.status}"
+            )
+
+
 def decode_sample(row: Sequence[Any]) -> Sample:
-    uid, index, seed, prompt_ids, response_ids, response_text, logprobs, versions, finish_reason, *sampling = row[:11]
+    uid, index, seed, prompt_ids, response_ids, response_text, logprobs, versions, finish_reason = row[:9]
+    temperature, top_p, routing, routing_uri = row[9 : len(SAMPLE_COLUMNS)]
     return Sample(
         prompt_uid=uid,
         sample_index=index,
@@ -61,8 +112,9 @@ def decode_sample(row: Sequence[Any]) -> Sample:
         logprobs_T=_unpack_float32(logprobs),
         versions_T=_from_run_lengths(_unpack_int32(versions)),
         finish_reason=finish_reason,
-        temperature=sampling[0],
-        top_p=sampling[1],
+        temperature=temperature,
+        top_p=top_p,
+        routing=None if routing is None else _unpack_routing(routing, routing_uri or ""),
     )
 
 
@@ -99,6 +151,15 @@ def _from_run_lengths(pairs: Sequence[int]) -> tuple[int, ...]:
     for version, count in zip(pairs[::2], pairs[1::2], strict=True):
         versions_T += (version,) * count
     return versions_T
+
+
+def _pack_routing(routing: SampleRouting) -> bytes:
+    return pack_int32((routing.num_layers, routing.top_k)) + routing.ids
+
+
+def _unpack_routing(data: bytes, uri: str) -> SampleRouting:
+    num_layers, top_k = _unpack_int32(data[:8])
+    return SampleRouting(num_layers=num_layers, top_k=top_k, ids=data[8:], uri=uri)
 
 
 def pack_int32(values: Sequence[int]) -> bytes:

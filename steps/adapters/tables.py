@@ -25,7 +25,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-SCHEMA_REVISION = "0001"
+SCHEMA_REVISION = "0003"
 """Alembic's newest revision, known without importing alembic."""
 
 metadata = MetaData(
@@ -162,6 +162,8 @@ samples = Table(
     Column("versions", LargeBinary, nullable=False),
     Column("response_ids", LargeBinary, nullable=False),
     Column("logprobs", LargeBinary, nullable=False),
+    Column("routing", LargeBinary),
+    Column("routing_uri", Text),
     ForeignKeyConstraint(
         ["run_id", "iteration", "prompt_uid"],
         ["prompt_draws.run_id", "prompt_draws.iteration", "prompt_draws.prompt_uid"],
@@ -235,6 +237,7 @@ step_attempts = Table(
     Column("detail", FreeText, nullable=False),
     Column("provenance_json", FreeText, nullable=False),
     Column("metrics_json", FreeText, nullable=False),
+    Column("transport_json", FreeText, nullable=False, server_default="{}"),
     CheckConstraint("(ended_at IS NULL) = (exit_code IS NULL)", name="ended"),
     Index(None, "run_id", "iteration"),
 )

@@ -48,7 +48,8 @@ DEFAULT_PRELOAD = Preload(
         "steps.report_html",
         "steps.reporting",
         "steps.tracking_events",
-        "steps.trainers",
+        "steps.transport_evidence",
+        "moe.consolidate",
     ),
     # Two seconds of imports that only the reports need.
     when_idle=("mlflow", "mlflow.store.tracking.sqlalchemy_store"),

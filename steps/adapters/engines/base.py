@@ -1,7 +1,7 @@
 """What a rollout engine must do; `torch_engine` is ours, others wrap the field's servers."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from moe.config import SamplingConfig
 from moe.sampler import SampledResponse
@@ -9,6 +9,9 @@ from moe.sampler import SampledResponse
 
 class Engine(Protocol):
     """Samples from one publication. Token ids in, token ids and float32 log-probabilities out."""
+
+    can_record_routing: ClassVar[bool]
+    """Whether responses can come with the experts that their tokens went to."""
 
     @property
     def policy_version(self) -> int: ...

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -16,17 +17,26 @@ from steps.errors import DataError
 class TorchEngine:
     """Samples from a model in memory; `load` takes one from a publication folder."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, policy_version: int) -> None:
+    can_record_routing: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        policy_version: int,
+        *,
+        record_routing: bool = False,
+    ) -> None:
         self.policy_version = policy_version
         self._tokenizer = tokenizer
-        self._sampler = Sampler(model, (tokenizer.eos_token_id,), tokenizer.pad_token_id)
+        self._sampler = Sampler(model, (tokenizer.eos_token_id,), tokenizer.pad_token_id, record_routing=record_routing)
 
     @classmethod
-    def load(cls, folder: Path, policy_version: int) -> "TorchEngine":
+    def load(cls, folder: Path, policy_version: int, *, record_routing: bool = False) -> "TorchEngine":
         # Workers are made more, not wider: one core each.
         torch.set_num_threads(1)
         model = load_model(folder).to(default_device())
-        return cls(model, load_tokenizer(folder), policy_version)
+        return cls(model, load_tokenizer(folder), policy_version, record_routing=record_routing)
 
     def encode(self, text: str) -> list[int]:
         try:
