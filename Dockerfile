@@ -1,13 +1,17 @@
 # syntax=docker/dockerfile:1
 #
-#   docker build --target control -t argo-moe-rl:0.1.0-control .   # submits, plans, scores, reports: no torch
+#   docker build --target control -t argo-moe-rl:0.1.0-control .   # submits, watches, checks: no torch
 #   docker build --target cpu     -t argo-moe-rl:0.1.0         .   # every step, on CPU
-#   docker build --target gpu     -t argo-moe-rl:0.1.0-gpu     .   # every step, on NVIDIA GPUs, with DeepEP
+#   docker build --target gpu     -t argo-moe-rl:0.1.0-gpu     .   # every step, on NVIDIA GPUs, with DeepEP and EFA
 #
-# requirements.lock pins every version; pyproject.toml says which of them an image needs.
+# requirements.lock pins every version; pyproject.toml says which of them an image needs. The OCI labels say what went in,
+# and /etc/argo-moe-rl/image.json says the same to the steps: every training attempt records it with its transport.
+#
+# For images that are the same byte for byte, pin the bases by digest: --build-arg PYTHON_IMAGE=python@sha256:...
 
-ARG PYTHON_IMAGE=python:3.11-slim
-# Must bring Python >= 3.11, and the torch of requirements.lock built for its CUDA.
+ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
+# Must bring Python >= 3.11, and the torch of requirements.lock built for its CUDA. With nvcc: DeepEP 2 compiles its kernels
+# when they are first used.
 ARG GPU_BASE_IMAGE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel
 
 FROM ${PYTHON_IMAGE} AS requirements
@@ -38,6 +42,18 @@ FROM python AS control
 RUN --mount=from=requirements,source=/requirements,target=/requirements \
     pip install -r /requirements/control.txt -c requirements.lock
 COPY --from=sources / ./
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG PYTHON_IMAGE
+COPY <<JSON /etc/argo-moe-rl/image.json
+{"target": "control", "version": "${VERSION}", "revision": "${REVISION}", "base": "${PYTHON_IMAGE}"}
+JSON
+LABEL org.opencontainers.image.title="argo-moe-rl control" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${PYTHON_IMAGE}" \
+      argo-moe-rl.target="control"
 USER 10001:10001
 CMD ["python", "-m", "workflows", "--help"]
 
@@ -47,6 +63,18 @@ ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN --mount=from=requirements,source=/requirements,target=/requirements \
     pip install -r /requirements/full.txt -c requirements.lock --extra-index-url "${TORCH_INDEX_URL}"
 COPY --from=sources / ./
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG PYTHON_IMAGE
+COPY <<JSON /etc/argo-moe-rl/image.json
+{"target": "cpu", "version": "${VERSION}", "revision": "${REVISION}", "base": "${PYTHON_IMAGE}"}
+JSON
+LABEL org.opencontainers.image.title="argo-moe-rl" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${PYTHON_IMAGE}" \
+      argo-moe-rl.target="cpu"
 USER 10001:10001
 CMD ["python", "-m", "workflows", "--help"]
 
@@ -56,12 +84,39 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 PYTHON
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
 ENV PYTHONPATH=/app HOME=/home/moerl
 RUN useradd --uid 10001 --user-group --create-home --home-dir /home/moerl moerl
+# libfabric and the NCCL plugin for EFA (1.50.0 brings aws-ofi-nccl 1.21, the first with GIN); the kernel module is the
+# host's. Empty: the base image has them, or the cluster has no EFA.
+ARG EFA_INSTALLER_VERSION=1.50.0
+RUN if [ -n "${EFA_INSTALLER_VERSION}" ]; then \
+      apt-get update && apt-get install -y --no-install-recommends ca-certificates curl pciutils \
+      && mkdir /tmp/efa && cd /tmp/efa \
+      && curl --fail --silent --show-error --location --output installer.tar.gz \
+         "https://efa-installer.amazonaws.com/aws-efa-installer-${EFA_INSTALLER_VERSION}.tar.gz" \
+      && tar --extract --strip-components=1 --file installer.tar.gz \
+      && ./efa_installer.sh --yes --skip-kmod --skip-limit-conf --no-verify \
+      && rm -rf /tmp/efa /var/lib/apt/lists/*; \
+    fi
 WORKDIR /app
 COPY requirements.lock .
-# A pip requirement; empty: no DeepEP. (PyPI's own deep-ep is an old source release; this is DeepEP 2.1 as a wheel.)
-ARG DEEPEP_REQUIREMENT=sgl-deep-ep==0.1.2.post1
+# Pip requirements; empty: no DeepEP. This is DeepEP 2.1 as a wheel for the locked torch: 0.1.2.post1 is for the next one,
+# and PyPI's own deep-ep is an old source release.
+ARG DEEPEP_REQUIREMENT=sgl-deep-ep==0.1.2
 RUN --mount=from=requirements,source=/requirements,target=/requirements \
     pip install -r /requirements/full.txt -c requirements.lock ${DEEPEP_REQUIREMENT}
 COPY --from=sources / ./
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG GPU_BASE_IMAGE
+COPY <<JSON /etc/argo-moe-rl/image.json
+{"target": "gpu", "version": "${VERSION}", "revision": "${REVISION}", "base": "${GPU_BASE_IMAGE}", "deepep": "${DEEPEP_REQUIREMENT}", "efa_installer": "${EFA_INSTALLER_VERSION}"}
+JSON
+LABEL org.opencontainers.image.title="argo-moe-rl gpu" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${GPU_BASE_IMAGE}" \
+      argo-moe-rl.target="gpu" \
+      argo-moe-rl.deepep="${DEEPEP_REQUIREMENT}" \
+      argo-moe-rl.efa_installer="${EFA_INSTALLER_VERSION}"
 USER 10001:10001
 CMD ["python", "-m", "workflows", "--help"]

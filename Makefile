@@ -35,12 +35,15 @@ test: $(INSTALLED) ## run all tests, against a real PostgreSQL and a real S3 ser
 	@.ci/apt-install $(TEST_PACKAGES) || echo "make: going on without them" >&2
 	@$(VENV)/bin/pytest -n $(WORKERS) $(ARGS)
 
-lint: $(INSTALLED) ## style, types, import rules, and templates equal to the code
+lint: $(INSTALLED) ## style, types, import rules, templates equal to the code and free of known traps
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/moerl render --check
+	$(VENV)/bin/moerl lint templates --profile cpu
+	$(VENV)/bin/moerl lint templates/overlays/laptop --profile cpu
+	$(VENV)/bin/moerl lint templates/overlays/eks-p5en templates/overlays/eks-p5en/nodes --profile p5en
 
 render: $(INSTALLED) ## write templates/*.yaml and the tables of docs/configuration.md from the code
 	@$(VENV)/bin/moerl render

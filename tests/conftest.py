@@ -4,4 +4,4 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ["tests.fixtures_s3", "tests.fixtures_postgres", "tests.fixtures_steps"]
+pytest_plugins = ["tests.fixtures_cluster", "tests.fixtures_s3", "tests.fixtures_postgres", "tests.fixtures_steps"]

@@ -45,6 +45,20 @@ elif verb == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (outputs / "started").touch()
     time.sleep(float(arguments[0]))
+elif verb == "rank":  # tells its place; rank arguments[1] ends with code arguments[0] in restart arguments[2]
+    code, rank, restart = arguments
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    (outputs / ("rank-" + os.environ["RANK"])).write_text(json.dumps({name: os.environ[name] for name in names}))
+    if os.environ["ATTEMPT"] == restart:
+        if os.environ["RANK"] == rank:
+            print("the reason")
+            sys.exit(int(code))
+        def drain(*_):
+            (outputs / ("drained-" + os.environ["RANK"])).touch()
+            sys.exit(75)
+        signal.signal(signal.SIGTERM, drain)
+        (outputs / ("started-" + os.environ["RANK"])).touch()
+        time.sleep(60)
 elif verb == "kill":
     os.kill(os.getpid(), int(arguments[0]))
 elif verb == "progress":

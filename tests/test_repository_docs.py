@@ -22,6 +22,10 @@ NOT_RUN = {
     "moerl run my.toml": "takes minutes; the same with --dry-run is run",
     "moerl resume": "needs a run; test_workflows_cli.py",
     "moerl report": "needs a run; test_workflows_cli.py",
+    **{
+        f"moerl {command}": "needs a cluster; test_workflows_cluster_access.py runs it against a double"
+        for command in ("submit", "status", "watch", "logs", "stop", "doctor")
+    },
     "docker": "needs a container registry",
     "kubectl": "needs a cluster",
     "argo": "needs a cluster",

@@ -8,6 +8,7 @@ import yaml
 
 from workflows import campaign, catalog
 from workflows.local.expressions import evaluate_bool
+from workflows.platform import quantity_bytes
 
 RENDERED = {name: yaml.safe_load(text) for name, text in catalog.render_all().items()}
 SPEC: dict[str, Any] = RENDERED["policy-campaign.yaml"]["spec"]
@@ -50,6 +51,8 @@ def test_loop_counts_from_the_first_iteration_as_far_as_init_says() -> None:
         "iterations": "{{steps.init.outputs.parameters.iterations}}",
         "rollout-workers": "{{steps.init.outputs.parameters.rollout-workers}}",
         "reward-workers": "{{steps.init.outputs.parameters.reward-workers}}",
+        "training-nodes": "{{steps.init.outputs.parameters.training-nodes}}",
+        "ranks-per-node": "{{steps.init.outputs.parameters.ranks-per-node}}",
     }
 
 
@@ -79,6 +82,24 @@ def test_child_gets_exactly_the_arguments_that_policy_iteration_declares() -> No
     assert passed == {parameter["name"] for parameter in ITERATION_SPEC["arguments"]["parameters"]}
 
 
+def test_child_carries_labels_by_which_its_campaign_and_its_iteration_are_found() -> None:
+    labels = yaml.safe_load(campaign.child_manifest())["metadata"]["labels"]
+    assert labels == {"moerl/campaign": "{{workflow.name}}", "moerl/iteration": "{{inputs.parameters.iteration}}"}
+
+
+def test_exit_handler_deletes_the_running_child_unless_the_campaign_succeeded() -> None:
+    assert SPEC["onExit"] == "exit"
+    ((step,),) = TEMPLATES["exit"]["steps"]
+    assert step["when"] == "{{workflow.status}} != Succeeded"
+    deletion = TEMPLATES[step["template"]]
+    assert deletion["resource"]["action"] == "delete"
+    kind, selector, wait = deletion["resource"]["flags"]
+    assert kind == "workflows.argoproj.io"
+    assert selector == "--selector=moerl/campaign={{workflow.name}},workflows.argoproj.io/completed!=true"
+    assert wait == "--wait=false"
+    assert deletion["serviceAccountName"] == campaign.CAMPAIGN_SERVICE_ACCOUNT
+
+
 def test_values_of_the_child_stay_strings_once_argo_has_replaced_the_placeholders() -> None:
     manifest = re.sub(r"\{\{[^}]+\}\}", "00001", campaign.child_manifest())
     child = yaml.safe_load(manifest)
@@ -93,7 +114,9 @@ def test_watcher_has_no_deadline_of_its_own_and_runs_on_stable_capacity_as_its_o
     assert "on-demand" in str(child["affinity"])
     (container,) = yaml.safe_load(child["podSpecPatch"])["containers"]
     assert container["name"] == "main"
-    assert set(container["resources"]) == {"requests", "limits"}
+    requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+    assert requests["cpu"] and quantity_bytes(requests["memory"]) >= 128 << 20
+    assert quantity_bytes(limits["memory"]) >= 1 << 30, "kubectl reads the schemas of all kinds of the cluster"
 
 
 @pytest.mark.parametrize(
@@ -105,6 +128,8 @@ def test_watcher_has_no_deadline_of_its_own_and_runs_on_stable_capacity_as_its_o
         ("main: Error (exit code 64): failure condition 'status.phase in (Error,Failed)' evaluated true", False),
         ('main: Error (exit code 64): workflows.argoproj.io "x" is forbidden: User ... cannot get', False),
         ('main: Error (exit code 64): The Workflow "x" is invalid: metadata.name', False),
+        ('main: Error (exit code 64): admission webhook "v.x" denied the request: no', False),
+        ('main: Error (exit code 64): the server doesn\'t have a resource type "jobsets"', False),
     ],
 )
 def test_lost_watcher_attaches_again_and_a_failed_child_is_final(message: str, attached_again: bool) -> None:
@@ -122,7 +147,11 @@ def test_campaign_and_its_iteration_hold_mutexes_of_the_run_that_cannot_block_ea
 
 def test_submission_must_name_the_run_and_every_parameter_is_described() -> None:
     parameters = {parameter["name"]: parameter for parameter in SPEC["arguments"]["parameters"]}
-    assert list(parameters) == ["run", "config", "iterations", "rollout-workers", "reward-workers", "image"]
+    assert list(parameters) == [
+        *("run", "config", "iterations", "rollout-workers", "reward-workers", "dispatcher", "training-nodes"),
+        *("rollout-capacity", "reward-capacity", "rollout-deadline", "straggler-deadline"),
+        *("queue", "image", "environment", "credentials"),
+    ]
     assert [name for name, parameter in parameters.items() if "value" not in parameter] == ["run"]
     assert all(parameter["description"] for parameter in parameters.values())
 

@@ -8,14 +8,34 @@ import pytest
 import yaml
 
 from workflows import catalog
+from workflows.cli import run_command_line
+from workflows.platform import load_profile, profile_names
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATES = REPOSITORY / "templates"
 
 
-@pytest.mark.parametrize("name", sorted(catalog.render_all()))
+COMMITTED = catalog.render_committed()
+
+
+@pytest.mark.parametrize("name", sorted(COMMITTED))
 def test_committed_manifest_is_byte_equal_to_what_the_code_renders(name: str) -> None:
-    assert (TEMPLATES / name).read_bytes() == catalog.render_all()[name].encode()
+    assert (TEMPLATES / name).read_bytes() == COMMITTED[name].encode()
+
+
+def test_every_generated_manifest_below_templates_is_rendered() -> None:
+    present = {str(path.relative_to(TEMPLATES)) for path in TEMPLATES.rglob("policy-*.yaml")}
+    assert present == set(COMMITTED)
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_profile_renders_the_same_manifests_and_differs_in_its_pods_alone(name: str) -> None:
+    rendered, base = catalog.render_all(load_profile(name)), catalog.render_all()
+    assert list(rendered) == list(base)
+    for file in rendered:
+        mine, theirs = (yaml.safe_load(text[file])["spec"] for text in (rendered, base))
+        assert mine.get("arguments") == theirs.get("arguments")
+        assert [t["name"] for t in mine.get("templates", [])] == [t["name"] for t in theirs.get("templates", [])]
 
 
 def test_check_of_the_committed_templates_finds_nothing() -> None:
@@ -27,8 +47,8 @@ def test_rendering_twice_gives_the_same_text() -> None:
 
 
 def test_check_names_missing_and_changed_files_and_write_mends_them(tmp_path: Path) -> None:
-    assert catalog.check(tmp_path) == list(catalog.render_all())
-    assert catalog.write(tmp_path / "new") == list(catalog.render_all())
+    assert catalog.check(tmp_path) == list(COMMITTED)
+    assert catalog.write(tmp_path / "new") == list(COMMITTED)
     assert catalog.check(tmp_path / "new") == []
     changed = tmp_path / "new" / "policy-campaign.yaml"
     changed.write_text(changed.read_text().replace("\n", "\r\n"), newline="")
@@ -63,3 +83,26 @@ def test_rendering_loads_neither_torch_nor_a_service_client() -> None:
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=120
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_render_command_writes_and_checks_the_manifests_of_one_platform(tmp_path: Path) -> None:
+    chosen = ["render", "--profile", "p6-b200", "--out", str(tmp_path)]
+    assert run_command_line([*chosen, "--check"]) == 65
+    assert run_command_line(chosen) == 0
+    assert run_command_line([*chosen, "--check"]) == 0
+    assert "p6-b200.48xlarge" in (tmp_path / "policy-iteration.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--profile", "p5en"], 64, "--profile and --out go together"),
+        (["--out", "somewhere"], 64, "--profile and --out go together"),
+        (["--profile", "p7", "--out", "somewhere"], 78, "no platform profile 'p7': use one of cpu, g6e"),
+    ],
+)
+def test_render_command_refuses_what_it_can_not_render(
+    arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command_line(["render", *arguments]) == code
+    assert words in capsys.readouterr().err

@@ -9,15 +9,17 @@ import pytest
 import yaml
 
 from workflows import catalog
-from workflows.containers import DEFAULT_IMAGE, OUTPUTS_DIR, USER_ID
+from workflows.containers import OUTPUTS_DIR, USER_ID
 from workflows.local.expressions import evaluate_bool
-from workflows.platform import CPU
+from workflows.local.variables import substitute
+from workflows.parameters import CAMPAIGN, DEFAULT_IMAGE
+from workflows.platform import CPU, load_profile, quantity_bytes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SPECS: dict[str, dict[str, Any]] = {
     name: yaml.safe_load(text)["spec"]
     for name, text in catalog.render_all().items()
-    if name in ("policy-iteration.yaml", "policy-campaign.yaml")
+    if "templates" in yaml.safe_load(text)["spec"]
 }
 LEAVES: list[dict[str, Any]] = [
     template for spec in SPECS.values() for template in spec["templates"] if "container" in template
@@ -26,18 +28,30 @@ LEAVES: list[dict[str, Any]] = [
 COMMANDS = {
     "init": (
         "init_run",
-        ["--run", "--config", "--iterations", "--rollout-workers", "--reward-workers"],
-        ["first-iteration", "iterations", "rollout-workers", "reward-workers", "policy-version"],
+        [
+            *("--run", "--config", "--iterations", "--rollout-workers", "--reward-workers", "--dispatcher"),
+            *("--training-nodes", "--most-ranks-per-node"),
+        ],
+        [
+            *("first-iteration", "iterations", "rollout-workers", "reward-workers", "training-nodes"),
+            *("ranks-per-node", "policy-version"),
+        ],
     ),
     "plan": ("plan", ["--run", "--iteration"], ["policy-version", "units"]),
-    "rollout": ("rollout", ["--run", "--iteration", "--worker"], ["samples", "tokens-per-s"]),
+    "rollout": ("rollout", ["--run", "--iteration", "--worker", "--straggler-deadline"], ["samples", "tokens-per-s"]),
     "reward": ("reward", ["--run", "--iteration", "--worker"], ["reward-mean"]),
     "flush": ("flush", ["--run", "--iteration"], ["batch-uri", "samples"]),
     "train": ("train", ["--run", "--iteration"], ["checkpoint-uri"]),
     "publish": ("publish", ["--run", "--iteration"], ["publication-uri", "policy-version"]),
     "evaluate": ("evaluate", ["--run", "--iteration"], ["reward-eval", "validated"]),
-    "report": ("report", ["--run", "--iteration"], ["summary"]),
-    "summary": ("report", ["--run"], ["summary"]),
+    "report": ("report", ["--run", "--iteration"], ["summary", "mlflow-url"]),
+    "summary": ("report", ["--run"], ["summary", "mlflow-url"]),
+    "probe": ("transport_probe", ["--dispatcher", "--ranks"], []),
+    "rollout-comparison": (
+        "benchmark_rollout",
+        ["--run", "--first", "--second", "--ranks", "--prompts"],
+        ["summary", "ratio", "report"],
+    ),
 }
 each_leaf = pytest.mark.parametrize("template", LEAVES, ids=[leaf["name"] for leaf in LEAVES])
 
@@ -57,8 +71,9 @@ def test_argv_names_a_step_module_with_its_options_and_its_outputs(template: dic
     assert container["command"] == ["python", "-m", f"steps.{module}"]
     assert importlib.util.find_spec(f"steps.{module}") is not None
     assert container["args"][::2] == options
-    assert all(value.startswith("{{") for value in container["args"][1::2])
-    declared = template["outputs"]["parameters"]
+    literal = [value for value in container["args"][1::2] if not value.startswith("{{")]
+    assert literal == (["0"] if template["name"] == "init" else [])
+    declared = template.get("outputs", {}).get("parameters", [])
     assert [parameter["name"] for parameter in declared] == outputs
     assert all(parameter["valueFrom"] == {"path": f"{OUTPUTS_DIR}/{parameter['name']}"} for parameter in declared)
 
@@ -66,9 +81,12 @@ def test_argv_names_a_step_module_with_its_options_and_its_outputs(template: dic
 @each_leaf
 def test_environment_comes_from_the_config_map_the_secret_and_the_downward_api(template: dict[str, Any]) -> None:
     environment = variables(template)
-    assert environment["MOERL_STORE"]["valueFrom"]["configMapKeyRef"] == {"name": "moerl-environment", "key": "store"}
+    assert environment["MOERL_STORE"]["valueFrom"]["configMapKeyRef"] == {
+        "name": "{{workflow.parameters.environment}}",
+        "key": "store",
+    }
     assert environment["MOERL_DATABASE_URL"]["valueFrom"]["secretKeyRef"] == {
-        "name": "moerl-credentials",
+        "name": "{{workflow.parameters.credentials}}",
         "key": "database-url",
     }
     for name in ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL_S3"):
@@ -160,6 +178,96 @@ def test_retries_are_by_class(
     last_retry = {"exitCode": exit_code, "status": status, "duration": "60", "message": message}
     expression = template["retryStrategy"]["expression"]
     assert evaluate_bool(expression, {"lastRetry": last_retry, "retries": "0"}) is retried
+
+
+GPU_LEAVES: dict[str, dict[str, Any]] = {
+    template["name"]: template
+    for text in catalog.render_all(load_profile("p5en")).values()
+    for template in yaml.safe_load(text)["spec"].get("templates", [])
+    if "container" in template
+}
+
+
+def test_pods_on_gpus_ask_for_the_nodes_that_have_them_and_bear_their_taints() -> None:
+    on_gpu = {name for name, leaf in GPU_LEAVES.items() if "nvidia.com/gpu" in leaf["container"]["resources"]["limits"]}
+    assert on_gpu == {"init", "rollout", "evaluate", "train", "probe", "rollout-comparison"}
+    for name, leaf in GPU_LEAVES.items():
+        assert ("nodeSelector" in leaf) == ("tolerations" in leaf) == (name in on_gpu)
+    assert GPU_LEAVES["train"]["nodeSelector"] == {"node.kubernetes.io/instance-type": "p5en.48xlarge"}
+    for name in on_gpu:
+        keys = {toleration["key"] for toleration in GPU_LEAVES[name]["tolerations"]}
+        asks_for_efa = "vpc.amazonaws.com/efa" in GPU_LEAVES[name]["container"]["resources"]["limits"]
+        assert "nvidia.com/gpu" in keys
+        assert ("vpc.amazonaws.com/efa" in keys) == asks_for_efa, name
+
+
+def test_karpenter_leaves_trainers_alone_and_the_annotation_is_the_pods() -> None:
+    marked = {
+        name
+        for name, leaf in GPU_LEAVES.items()
+        if leaf.get("metadata", {}).get("annotations", {}).get("karpenter.sh/do-not-disrupt") == "true"
+    }
+    assert marked == {"train", "probe", "rollout-comparison"}
+
+
+def test_trainer_takes_a_whole_node_with_its_efa_interfaces_and_huge_pages_alike_in_requests_and_limits() -> None:
+    resources = GPU_LEAVES["train"]["container"]["resources"]
+    for part in (resources["requests"], resources["limits"]):
+        assert part["nvidia.com/gpu"] == "8"
+        assert part["vpc.amazonaws.com/efa"] == "16"
+        assert part["hugepages-2Mi"] == "5120Mi"
+    assert GPU_LEAVES["train"]["container"]["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"], "drop": ["ALL"]}
+    assert "vpc.amazonaws.com/efa" not in GPU_LEAVES["rollout"]["container"]["resources"]["limits"]
+    assert "add" not in GPU_LEAVES["rollout"]["container"]["securityContext"]["capabilities"]
+
+
+def test_shared_memory_is_a_memory_volume_that_fits_into_the_pods_memory() -> None:
+    train = GPU_LEAVES["train"]
+    (volume,) = train["volumes"]
+    assert volume["emptyDir"]["medium"] == "Memory"
+    assert train["container"]["volumeMounts"] == [{"mountPath": "/dev/shm", "name": volume["name"]}]
+    memory = train["container"]["resources"]["limits"]["memory"]
+    assert quantity_bytes(volume["emptyDir"]["sizeLimit"]) < quantity_bytes(memory)
+
+
+def test_transport_environment_is_on_gpu_pods_only_and_keeps_nccl_off_the_wrong_interfaces() -> None:
+    train = variables(GPU_LEAVES["train"])
+    assert train["FI_PROVIDER"]["value"] == "efa"
+    excluded = train["NCCL_SOCKET_IFNAME"]["value"]
+    assert excluded.startswith("^")
+    assert {"lo", "docker", "veth", "pod-id-link0"} <= set(excluded.removeprefix("^").split(","))
+    assert "RDMAV_FORK_SAFE" not in train
+    assert "NCCL_SOCKET_IFNAME" not in variables(GPU_LEAVES["plan"])
+
+
+@pytest.mark.parametrize("name", ["rollout", "reward"])
+@pytest.mark.parametrize(
+    ("capacity", "retries", "asked_for"),
+    [
+        ("spot", "0", "spot"),
+        ("spot", "8", "spot"),
+        ("on-demand", "0", "on-demand"),
+        ("spot-then-on-demand", "0", "spot"),
+        ("spot-then-on-demand", "7", "spot"),
+        ("spot-then-on-demand", "8", "on-demand"),
+    ],
+)
+def test_capacity_of_an_attempt_follows_the_parameter_and_the_last_attempt_may_leave_spot(
+    name: str, capacity: str, retries: str, asked_for: str
+) -> None:
+    template = next(leaf for leaf in LEAVES if leaf["name"] == name)
+    assert template["retryStrategy"]["limit"] == "8"
+    preferred = template["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    (value,) = preferred[0]["preference"]["matchExpressions"][0]["values"]
+    scope = {f"workflow.parameters.{name}-capacity": capacity, "retries": retries}
+    assert substitute(value, scope, "test") == asked_for
+    assert variables(template)["MOERL_CAPACITY_TYPE"]["value"] == value
+
+
+def test_every_parameter_of_a_campaign_reaches_a_step_or_an_iteration() -> None:
+    text = catalog.render_all()["policy-campaign.yaml"]
+    for parameter in CAMPAIGN:
+        assert f"{{{{workflow.parameters.{parameter.name}}}}}" in text, parameter.name
 
 
 def test_default_image_carries_the_version_of_the_project() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import yaml
 
 from workflows import catalog, iteration
+from workflows.local.expressions import WHEN, evaluate_bool
 
 DOCUMENT: dict[str, Any] = yaml.safe_load(catalog.render_all()["policy-iteration.yaml"])
 SPEC: dict[str, Any] = DOCUMENT["spec"]
@@ -19,10 +20,37 @@ def test_stages_run_in_the_order_of_the_pipeline() -> None:
         "reward": "rollout.AnySucceeded",
         "flush": "reward.AnySucceeded",
         "train": "flush",
-        "publish": "train",
+        "train-gang": "flush",
+        "publish": "train.Succeeded || train-gang.Succeeded",
         "evaluate": "publish",
         "report": "evaluate",
     }
+
+
+def test_one_node_trains_in_a_pod_and_several_in_a_gang_never_both() -> None:
+    for nodes, runs in (("1", {"train"}), ("2", {"train-gang"}), ("16", {"train-gang"})):
+        conditions = {
+            name: TASKS[name]["when"].replace("{{workflow.parameters.training-nodes}}", nodes)
+            for name in ("train", "train-gang")
+        }
+        assert {name for name, condition in conditions.items() if evaluate_bool(condition, {}, WHEN)} == runs
+
+
+def test_exit_handler_deletes_the_gang_by_its_fixed_name_and_only_where_there_may_be_one() -> None:
+    assert SPEC["onExit"] == "exit"
+    ((step,),) = TEMPLATES["exit"]["steps"]
+    assert step["when"] == "{{workflow.parameters.training-nodes}} > 1"
+    deletion = TEMPLATES[step["template"]]
+    assert deletion["resource"] == {
+        "action": "delete",
+        "flags": ["jobsets.jobset.x-k8s.io", "t-{{workflow.name}}", "--wait=false"],
+    }
+    assert deletion["serviceAccountName"] == TEMPLATES["train-gang"]["serviceAccountName"] == "moerl-gang"
+
+
+def test_rollout_ends_at_a_deadline_that_the_submission_may_set_and_the_iteration_at_its_own() -> None:
+    assert TEMPLATES["rollout"]["activeDeadlineSeconds"] == "{{workflow.parameters.rollout-deadline}}"
+    assert SPEC["activeDeadlineSeconds"] == 2 * 86400
 
 
 def test_fan_outs_take_their_width_from_the_workflow_parameters() -> None:
@@ -43,7 +71,9 @@ def test_dag_leaves_both_fail_fast_switches_alone() -> None:
 
 def test_dag_outputs_have_defaults_and_the_same_values_are_outputs_of_the_workflow() -> None:
     outputs = TEMPLATES["iteration"]["outputs"]["parameters"]
-    assert [output["name"] for output in outputs] == ["policy-version", "reward-eval", "validated", "summary"]
+    assert [output["name"] for output in outputs] == [
+        *("policy-version", "reward-eval", "validated", "summary", "mlflow-url")
+    ]
     assert all(output["valueFrom"]["default"] == "" for output in outputs)
     published = {
         parameter["globalName"]
@@ -59,8 +89,8 @@ def test_only_rollout_and_reward_run_on_capacity_that_may_go_away() -> None:
         return next(e["value"] for e in template["container"]["env"] if e["name"] == "MOERL_CAPACITY_TYPE")
 
     leaves = {name: capacity(template) for name, template in TEMPLATES.items() if "container" in template}
-    assert {name for name, kind in leaves.items() if kind == "spot"} == {"rollout", "reward"}
-    assert set(leaves.values()) == {"spot", "on-demand"}
+    assert {name for name, kind in leaves.items() if "spot" in kind} == {"rollout", "reward"}
+    assert {kind for name, kind in leaves.items() if "spot" not in kind} == {"on-demand"}
 
 
 def test_spot_stages_end_within_the_two_minutes_notice_and_the_trainer_has_longer() -> None:
@@ -75,7 +105,11 @@ def test_spot_stages_end_within_the_two_minutes_notice_and_the_trainer_has_longe
 
 def test_submission_must_name_run_and_iteration_and_every_parameter_is_described() -> None:
     parameters = {parameter["name"]: parameter for parameter in SPEC["arguments"]["parameters"]}
-    assert list(parameters) == ["run", "iteration", "rollout-workers", "reward-workers", "image"]
+    assert list(parameters) == [
+        *("run", "iteration", "rollout-workers", "reward-workers", "training-nodes", "ranks-per-node"),
+        *("rollout-capacity", "reward-capacity", "rollout-deadline", "straggler-deadline"),
+        *("queue", "image", "environment", "credentials"),
+    ]
     assert [name for name, parameter in parameters.items() if "value" not in parameter] == ["run", "iteration"]
     assert all(parameter["description"] for parameter in parameters.values())
 
@@ -90,4 +124,4 @@ def test_report_is_shown_by_the_ui_as_a_page() -> None:
 
 
 def test_stage_names_are_those_of_the_dag() -> None:
-    assert [stage.name for stage in iteration.STAGES] == list(TASKS)
+    assert [stage.name for stage in iteration.STAGES] == [name for name in TASKS if name != "train-gang"]

@@ -131,3 +131,9 @@ def test_resource_templates_are_checked_too() -> None:
     patch = {"name": "main", "resource": {"action": "patch", "manifest": "kind: Workflow"}}
     with pytest.raises(ConfigError, match="action patch is not known"):
         parse_workflow(workflow("wf", [patch]))
+
+
+def test_a_resource_without_a_condition_is_refused() -> None:
+    unwatched = {key: value for key, value in child_of("x", "y").items() if not key.endswith("Condition")}
+    with pytest.raises(ConfigError, match="without one Argo does not wait for the object"):
+        parse_workflow(workflow("wf", [{"name": "main", "resource": unwatched}]))

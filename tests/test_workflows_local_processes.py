@@ -89,7 +89,7 @@ def test_workflow_deadline_ends_all_and_the_exit_handler_runs(cluster: Cluster) 
     bye = step("bye", "write", "x", "1", outputs=[output("x")])
     body = workflow("wf", [step("main", "sleep", "60"), bye], onExit="bye", activeDeadlineSeconds=1)
     status = cluster.submit(body | {"spec": body["spec"] | {"podSpecPatch": NO_GRACE}})
-    assert (status.phase, status.message) == ("Failed", "Step exceeded workflow deadline")
+    assert (status.phase, status.message) == ("Failed", "Step exceeded its deadline")
     assert status.nodes["wf.onExit"].phase == "Succeeded"
 
 
@@ -109,24 +109,27 @@ def test_stop_drains_persists_and_resumes(cluster: Cluster) -> None:
     thread = when_started(cluster, "wf[1].last(0)", cluster.stop)
     status = cluster.submit(manifest)
     thread.join()
-    assert (status.phase, status.message) == ("Failed", "Stopped")
-    assert (status.nodes["wf[1].last(0)"].exit_code, "wf.onExit" in status.nodes) == ("75", False)
+    assert (status.phase, status.message) == ("Failed", "Stopped with strategy 'Stop'")
+    assert (status.nodes["wf[1].last(0)"].exit_code, status.nodes["wf.onExit"].phase) == ("75", "Succeeded")
     assert cluster.status("wf") == status
     resumed = cluster.submit(manifest)
     assert resumed.phase == "Succeeded"
     assert [node.attempt for node in resumed.attempts_of("wf[1].last")] == [0, 1]
-    assert cluster.trace() == ["write x 1", "drain 60", "drain 0", "write x 1"]  # the last one is onExit
+    # The exit handler runs after each end, the kept first step only once.
+    assert cluster.trace() == ["write x 1", "drain 60", "write x 1", "drain 0", "write x 1"]
 
 
-def test_a_second_stop_does_not_wait_for_the_grace_period(cluster: Cluster) -> None:
+def test_a_second_stop_waits_for_no_grace_period_and_runs_no_exit_handler(cluster: Cluster) -> None:
     def stop_twice() -> None:
         cluster.stop()
         cluster.stop()
 
     thread = when_started(cluster, "wf", stop_twice)
-    status = cluster.submit(workflow("wf", [step("main", "stubborn", "60", podSpecPatch=GRACE)]))
+    stubborn = step("main", "stubborn", "60", podSpecPatch=GRACE)
+    status = cluster.submit(workflow("wf", [stubborn, step("bye", "exit", "0")], onExit="bye"))
     thread.join()
-    assert (status.message, status.nodes["wf"].exit_code) == ("Stopped", "137")
+    assert (status.message, status.nodes["wf"].exit_code) == ("Stopped with strategy 'Terminate'", "137")
+    assert "wf.onExit" not in status.nodes
 
 
 def test_stop_before_anything_started_leaves_everything_to_the_resume(tmp_path: Path) -> None:
@@ -139,9 +142,15 @@ def test_stop_before_anything_started_leaves_everything_to_the_resume(tmp_path: 
     main = {"name": "main", "dag": {"tasks": [call("ok", withSequence={"count": "3"})]}}
     manifest = workflow("wf", [main, step("ok", "exit", "0")])
     with Cluster(tmp_path, on_event=stop) as cluster:
-        assert cluster.submit(manifest).message == "Stopped"
+        assert cluster.submit(manifest).message == "Stopped with strategy 'Stop'"
         assert cluster.submit(manifest).phase == "Succeeded"
         assert len([line for line in cluster.trace() if line == "exit 0"]) >= 3
+
+
+def test_a_workflow_that_was_stopped_before_it_began_has_no_exit_handler_to_run(cluster: Cluster) -> None:
+    cluster.stop()
+    status = cluster.submit(workflow("wf", [step("main", "exit", "0")], onExit="main"))
+    assert (status.phase, status.message, cluster.trace()) == ("Failed", "Stopped with strategy 'Stop'", [])
 
 
 def test_what_a_step_leaves_running_ends_with_it(cluster: Cluster, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_stop_does_not_wait_for_a_server_that_still_imports(tmp_path: Path) -> N
         thread.start()
         status = submitted(cluster, manifest)
         thread.join(BOUND_S)
-    assert (status.phase, status.message) == ("Failed", "Stopped")
+    assert (status.phase, status.message) == ("Failed", "Stopped with strategy 'Stop'")
     assert (status.nodes["wf"].exit_code, status.nodes["wf"].pid, cluster.trace()) == ("-1", 0, [])
     with Cluster(tmp_path) as cluster:
         assert cluster.submit(manifest).phase == "Succeeded"

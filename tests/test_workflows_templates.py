@@ -1,10 +1,8 @@
-"""Everything under templates/: the published schema, closed references, names, retries, and the kustomization."""
+"""Every generated manifest under templates/: the published schemas, closed references, names, retries."""
 
 import json
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from workflows import campaign
+from workflows import campaign, jobset
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATES = REPOSITORY / "templates"
@@ -29,8 +27,8 @@ LAST_ITERATION = "99999"
 REFERENCE = re.compile(r"\{\{([^{}]*)\}\}")
 
 DOCUMENTS: dict[str, dict[str, Any]] = {
-    path.name: document
-    for path in sorted(TEMPLATES.glob("policy-*.yaml"))
+    str(path.relative_to(TEMPLATES)): document
+    for path in sorted(TEMPLATES.rglob("policy-*.yaml"))
     for document in yaml.safe_load_all(path.read_text())
 }
 WORKFLOW_TEMPLATES = {name: doc for name, doc in DOCUMENTS.items() if doc["kind"] == "WorkflowTemplate"}
@@ -89,6 +87,69 @@ def test_manifest_passes_argos_schema_with_unknown_fields_refused(document: dict
     assert problems(document) == []
 
 
+def embedded_manifests() -> dict[str, str]:
+    """Every manifest inside a resource template, as Argo hands it to kubectl: its tags replaced."""
+    return {
+        f"{name}: {template['name']}": filled_in(template["resource"]["manifest"])
+        for name, document in WORKFLOW_TEMPLATES.items()
+        for template in document["spec"]["templates"]
+        if "manifest" in template.get("resource", {})
+    }
+
+
+def filled_in(manifest: str) -> str:
+    """For a run on three nodes; the label of the queue has its key by an expression."""
+    return REFERENCE.sub(lambda tag: {"workflow.name": "run-1-00001"}.get(tag[1], "3"), manifest).replace(
+        '"3": ', "kueue.x-k8s.io/queue-name: "
+    )
+
+
+@cache
+def jobset_validator() -> Draft202012Validator:
+    path = SCHEMAS / "jobset.x-k8s.io_jobsets.crd.yaml"
+    if not path.is_file():
+        pytest.skip(f"{path} is absent; set MOERL_SCHEMAS to the folder that holds it")
+    (version,) = yaml.safe_load(path.read_text())["spec"]["versions"]
+    schema = version["schema"]["openAPIV3Schema"]
+    schema["properties"]["metadata"] = {"type": "object"}
+    close(schema)
+    allow_int_or_string(schema)
+    return Draft202012Validator(schema)
+
+
+def allow_int_or_string(schema: Any) -> None:
+    """Quantities and ports: the CRD says so by an extension that JSON Schema does not know."""
+    if isinstance(schema, dict):
+        if schema.get("x-kubernetes-int-or-string"):
+            schema.pop("anyOf", None)
+            schema["type"] = ["integer", "string"]
+        for part in schema.values():
+            allow_int_or_string(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            allow_int_or_string(part)
+
+
+def test_embedded_jobsets_pass_the_crds_schema_with_unknown_fields_refused() -> None:
+    gangs = {name: yaml.safe_load(text) for name, text in embedded_manifests().items() if "kind: JobSet" in text}
+    assert {name.split(": ")[1] for name in gangs} == {"train-gang"}
+    for name, gang in gangs.items():
+        assert [f"{error.json_path}: {error.message}" for error in jobset_validator().iter_errors(gang)] == [], name
+
+
+@pytest.mark.parametrize(
+    "path", [("spec", "retries"), ("spec", "failurePolicy", "restarts"), ("spec", "network", "dns")]
+)
+def test_closed_jobset_schema_refuses_what_jobset_does_not_know(path: tuple[str, ...]) -> None:
+    text = next(text for text in embedded_manifests().values() if "kind: JobSet" in text)
+    gang = yaml.safe_load(text)
+    target = gang
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = 3
+    assert list(jobset_validator().iter_errors(gang)) != []
+
+
 def test_embedded_child_workflow_passes_argos_schema_with_unknown_fields_refused() -> None:
     embedded = templates_of(DOCUMENTS["policy-campaign.yaml"])["child"]["resource"]["manifest"]
     assert embedded == campaign.child_manifest()
@@ -141,7 +202,7 @@ def test_every_retry_has_a_limit_a_capped_backoff_and_no_wall_time(document: dic
 def test_template_fail_fast_and_parallelism_are_the_loops_alone(document: dict[str, Any]) -> None:
     for template in document["spec"]["templates"]:
         special = "failFast" in template or "parallelism" in template
-        assert special == (template["name"] == "loop")
+        assert special == (template["name"] == "loop"), template["name"]
 
 
 @each_document
@@ -153,7 +214,7 @@ def test_every_kind_has_a_title_and_a_description(document: dict[str, Any]) -> N
 
 @each_workflow_template
 def test_display_names_are_where_argo_reads_them_and_match_its_pattern(document: dict[str, Any]) -> None:
-    longest = {"item": LAST_ITERATION, "inputs.parameters.worker": "9999"}
+    longest = {"item": LAST_ITERATION, "inputs.parameters.worker": "9999", "inputs.parameters.position": "second"}
     for template in document["spec"]["templates"]:
         assert DISPLAY_NAME not in str(template.get("metadata", {}))
         if not is_leaf(template):
@@ -167,7 +228,8 @@ def test_display_names_are_where_argo_reads_them_and_match_its_pattern(document:
 def test_containers_have_a_deadline_and_a_grace_period(document: dict[str, Any]) -> None:
     for template in document["spec"]["templates"]:
         if "container" in template:
-            assert int(template["activeDeadlineSeconds"]) > 0
+            deadline = template["activeDeadlineSeconds"]
+            assert deadline == "{{workflow.parameters.rollout-deadline}}" or int(deadline) > 0
             assert yaml.safe_load(template["podSpecPatch"])["terminationGracePeriodSeconds"] >= 30
 
 
@@ -187,7 +249,7 @@ def test_pods_and_workflows_are_cleaned_up_and_no_pdb_blocks_a_drain(document: d
 def test_every_template_that_is_called_exists_and_gets_its_inputs(document: dict[str, Any]) -> None:
     templates = templates_of(document)
     assert document["spec"]["entrypoint"] in templates
-    called = {document["spec"]["entrypoint"]}
+    called = {document["spec"]["entrypoint"], document["spec"].get("onExit", document["spec"]["entrypoint"])}
     for template in templates.values():
         for call in calls_of(template):
             called.add(call["template"])
@@ -195,6 +257,7 @@ def test_every_template_that_is_called_exists_and_gets_its_inputs(document: dict
             inputs = templates[call["template"]].get("inputs", {}).get("parameters", [])
             assert given == {parameter["name"] for parameter in inputs}, call["name"]
     assert called == set(templates)
+    assert document["spec"].get("onExit", "exit") == "exit"
 
 
 @each_workflow_template
@@ -206,6 +269,24 @@ def test_every_task_that_depends_names_exists(document: dict[str, Any]) -> None:
                 assert name in names - {call["name"]}
 
 
+IN_EXPRESSION = re.compile(r"workflow\.parameters(?:\.(\w+)|\['([\w-]+)'\])|\b(retries)\b")
+
+
+def references_of(value: object) -> set[str]:
+    """Every variable in the tags of `value`, those of expressions as well."""
+    found = set()
+    for tag in REFERENCE.findall(json.dumps(value)):
+        if not tag.startswith("="):
+            found.add(tag)
+            continue
+        names = IN_EXPRESSION.findall(tag)
+        assert names, tag
+        found |= {
+            f"workflow.parameters.{dotted or indexed}" if dotted or indexed else r for dotted, indexed, r in names
+        }
+    return found
+
+
 def known_references(document: dict[str, Any], template: dict[str, Any]) -> Iterator[str]:
     """Every variable that Argo resolves inside `template`."""
     yield "workflow.name"
@@ -215,6 +296,8 @@ def known_references(document: dict[str, Any], template: dict[str, Any]) -> Iter
         yield f"inputs.parameters.{parameter['name']}"
     if "retryStrategy" in template:
         yield "retries"
+    if template["name"] == document["spec"].get("onExit"):
+        yield "workflow.status"
     prefix = "tasks" if "dag" in template else "steps"
     for call in calls_of(template):
         if "withSequence" in call:
@@ -229,7 +312,7 @@ def test_every_variable_is_declared(document: dict[str, Any]) -> None:
     for template in templates_of(document).values():
         metrics = {"duration", "status"}
         body = {key: value for key, value in template.items() if key != "metrics"}
-        unknown = set(REFERENCE.findall(json.dumps(body))) - set(known_references(document, template))
+        unknown = references_of(body) - set(known_references(document, template))
         assert unknown == set(), template["name"]
         assert set(REFERENCE.findall(json.dumps(template.get("metrics", {})))) <= metrics
 
@@ -246,7 +329,8 @@ def test_variables_of_the_spec_are_workflow_parameters(document: dict[str, Any])
 
 def test_names_fit_for_the_longest_run_id() -> None:
     """Workflow names are label values (63). A pod's name is `workflow-template-hash` with at most 253 characters."""
-    campaign_name = f"{LONGEST_RUN_ID}-12345"
+    campaign_name = f"{LONGEST_RUN_ID}-2"
+    assert len(campaign_name) <= campaign.LONGEST_NAME
     child = yaml.safe_load(campaign.child_manifest())["metadata"]["name"]
     child_name = child.replace("{{workflow.name}}", campaign_name).replace(
         "{{inputs.parameters.iteration}}", LAST_ITERATION
@@ -256,6 +340,9 @@ def test_names_fit_for_the_longest_run_id() -> None:
     for document in WORKFLOW_TEMPLATES.values():
         for template in filter(is_leaf, templates_of(document).values()):
             assert len(f"{child_name}-{template['name']}-4294967295") <= 253
+    jobset_name = jobset.JOBSET_NAME.replace("{{workflow.name}}", child_name)
+    assert jobset_name[0].isalpha()
+    assert len(f"{jobset_name}-{jobset.REPLICATED_JOB}-0-99-abcde") <= 63
 
 
 def test_names_of_a_short_runs_pods_fit_into_a_host_name() -> None:
@@ -263,90 +350,3 @@ def test_names_of_a_short_runs_pods_fit_into_a_host_name() -> None:
     for document in WORKFLOW_TEMPLATES.values():
         for template in filter(is_leaf, templates_of(document).values()):
             assert len(f"{child_name}-{template['name']}-4294967295") <= 63
-
-
-# --- the kustomization ----------------------------------------------------------------------------------------------
-
-
-def applied() -> list[dict[str, Any]]:
-    kustomization = yaml.safe_load((TEMPLATES / "kustomization.yaml").read_text())
-    return [
-        document
-        for name in kustomization["resources"]
-        for document in yaml.safe_load_all((TEMPLATES / name).read_text())
-    ]
-
-
-def test_kustomization_lists_every_manifest_but_the_secrets_example() -> None:
-    kustomization = yaml.safe_load((TEMPLATES / "kustomization.yaml").read_text())
-    present = {path.name for path in TEMPLATES.glob("*.yaml")} - {"kustomization.yaml"}
-    assert set(kustomization["resources"]) == present - {"secret.example.yaml"}
-    assert len({(document["kind"], document["metadata"]["name"]) for document in applied()}) == len(applied())
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_kustomize_builds_the_folder() -> None:
-    built = subprocess.run(["kubectl", "kustomize", str(TEMPLATES)], capture_output=True, text=True, timeout=120)
-    assert built.returncode == 0, built.stderr
-    documents = list(yaml.safe_load_all(built.stdout))
-    assert len(documents) == len(applied())
-    assert all(document["metadata"].get("namespace") == "moerl" for document in documents[1:])
-
-
-def test_service_accounts_of_the_workflows_exist_and_are_bound() -> None:
-    accounts = {document["metadata"]["name"] for document in applied() if document["kind"] == "ServiceAccount"}
-    used = {
-        name
-        for document in WORKFLOW_TEMPLATES.values()
-        for name in re.findall(r'"serviceAccountName": "([^"]+)"', json.dumps(document))
-    }
-    bound = {
-        subject["name"]
-        for document in applied()
-        if document["kind"] == "RoleBinding"
-        for subject in document["subjects"]
-    }
-    assert used == accounts == bound
-
-
-def test_roles_grant_what_argo_needs_and_nothing_more() -> None:
-    roles = {document["metadata"]["name"]: document["rules"] for document in applied() if document["kind"] == "Role"}
-    assert roles == {
-        "moerl-step": [
-            {"apiGroups": ["argoproj.io"], "resources": ["workflowtaskresults"], "verbs": ["create", "patch"]}
-        ],
-        "moerl-campaign": [
-            {"apiGroups": ["argoproj.io"], "resources": ["workflows"], "verbs": ["get", "create", "patch"]}
-        ],
-    }
-    assert not [document for document in applied() if document["kind"].startswith("ClusterRole")]
-
-
-def test_no_manifest_holds_a_secret() -> None:
-    for path in TEMPLATES.glob("*.yaml"):
-        for document in yaml.safe_load_all(path.read_text()):
-            if document["kind"] == "Secret":
-                assert "data" not in document and "stringData" not in document
-        assert not re.search(r"://[^/\s]+:[^/\s]+@", path.read_text()), path.name
-
-
-def test_config_map_has_the_keys_that_the_steps_require() -> None:
-    (environment,) = (doc for doc in applied() if doc["metadata"]["name"] == "moerl-environment")
-    keys = set(environment["data"]) | set(
-        re.findall(r"# ([a-z0-9-]+): http", (TEMPLATES / "environment.yaml").read_text())
-    )
-    referenced = {
-        entry["valueFrom"]["configMapKeyRef"]["key"]
-        for document in WORKFLOW_TEMPLATES.values()
-        for template in templates_of(document).values()
-        for entry in template.get("container", {}).get("env", [])
-        if "configMapKeyRef" in entry.get("valueFrom", {})
-    }
-    assert "store" in environment["data"]
-    assert referenced == keys
-
-
-def test_namespace_has_a_default_artifact_repository_for_the_reports() -> None:
-    (repositories,) = (doc for doc in applied() if doc["metadata"]["name"] == "artifact-repositories")
-    default = repositories["metadata"]["annotations"]["workflows.argoproj.io/default-artifact-repository"]
-    assert yaml.safe_load(repositories["data"][default])["s3"]["bucket"]

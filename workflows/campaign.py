@@ -6,58 +6,54 @@ import yaml
 from hera.workflows import CronWorkflow, Parameter, Resource, Step, Steps, WorkflowTemplate
 from hera.workflows import models as m
 
-from workflows import iteration
+from workflows import iteration, jobset, parameters
+from workflows.cleanup import EXIT_TEMPLATE, WATCHER_POD_PATCH, WORKFLOW_RESOURCE, exit_handler
 from workflows.containers import DISPLAY_NAME, Stage, capacity_affinity, stage_container, stage_metrics
+from workflows.parameters import CONFIG, DISPATCHER, ITERATIONS, RUN, TRAINING_NODES
 from workflows.platform import PlatformProfile
 from workflows.retries import attach_retry
 
 NAME = "policy-campaign"
 CRON_NAME = "policy-retraining"
 CAMPAIGN_SERVICE_ACCOUNT = "moerl-campaign"
+CHILD_TEMPLATE = "child"
+CAMPAIGN_LABEL = "moerl/campaign"
+ITERATION_LABEL = "moerl/iteration"
+ITERATION_DIGITS = 5
+LONGEST_NAME = jobset.LONGEST_NAME - len("-") - ITERATION_DIGITS
+"""Characters of a campaign's name that leave room for the names of its iterations and of their training pods."""
 
-INIT = Stage(
-    name="init",
-    module="init_run",
-    flags=(
-        "--run",
-        "{{workflow.parameters.run}}",
-        "--config",
-        "{{workflow.parameters.config}}",
-        "--iterations",
-        "{{workflow.parameters.iterations}}",
-        "--rollout-workers",
-        "{{workflow.parameters.rollout-workers}}",
-        "--reward-workers",
-        "{{workflow.parameters.reward-workers}}",
-    ),
-    outputs=("first-iteration", "iterations", "rollout-workers", "reward-workers", "policy-version"),
-    workload="trainer",
-    deadline_s=14400,
-    grace_s=60,
-    display_name="init",
-)
+RESOLVED = parameters.names(parameters.RESOLVED)
+"""Numbers of an iteration: what was submitted, or what the configuration says; init tells which."""
+CHILD_OUTPUTS = ("policy-version", "reward-eval", "validated", "summary", "mlflow-url")
+
+
+def init_stage(profile: PlatformProfile) -> Stage:
+    """The stage that makes the run, or finds it; it checks the submitted numbers against the nodes of the profile."""
+    given = (RUN, CONFIG, ITERATIONS, parameters.ROLLOUT_WORKERS, parameters.REWARD_WORKERS, DISPATCHER, TRAINING_NODES)
+    flags = [word for parameter in given for word in (f"--{parameter.name}", parameter.reference)]
+    return Stage(
+        name="init",
+        module="init_run",
+        flags=(*flags, "--most-ranks-per-node", str(profile.ranks_per_node)),
+        outputs=("first-iteration", "iterations", *RESOLVED, "policy-version"),
+        workload="solo_trainer",
+        deadline="14400",
+        grace_s=60,
+        display_name="init",
+    )
+
+
 SUMMARY = Stage(
     name="summary",
     module="report",
-    flags=("--run", "{{workflow.parameters.run}}"),
-    outputs=("summary",),
-    published=("summary",),
-    deadline_s=900,
+    flags=("--run", RUN.reference),
+    outputs=("summary", "mlflow-url"),
+    published=("summary", "mlflow-url"),
+    deadline="900",
     display_name="summary",
-    report_key="moerl/{{workflow.parameters.run}}/run.html",
+    report_key=f"moerl/{RUN.reference}/run.html",
 )
-# A resource template has no field for its container's requests; without any, a watcher that lives for hours would be
-# the first pod to be evicted.
-WATCHER_POD_PATCH = """\
-containers:
-- name: main
-  resources:
-    requests: {cpu: 10m, memory: 64Mi}
-    limits: {memory: 256Mi}
-"""
-WORKERS = ("rollout-workers", "reward-workers")
-"""Pods of an iteration: the submitted counts, or what the configuration says; init tells which."""
-CHILD_OUTPUTS = ("policy-version", "reward-eval", "validated", "summary")
 
 
 def build_campaign(profile: PlatformProfile) -> WorkflowTemplate:
@@ -65,6 +61,7 @@ def build_campaign(profile: PlatformProfile) -> WorkflowTemplate:
     with WorkflowTemplate(
         name=NAME,
         entrypoint="campaign",
+        on_exit=EXIT_TEMPLATE,
         annotations={
             "workflows.argoproj.io/title": "Policy campaign",
             "workflows.argoproj.io/description": (
@@ -73,21 +70,30 @@ def build_campaign(profile: PlatformProfile) -> WorkflowTemplate:
             ),
         },
         labels={"app.kubernetes.io/name": "argo-moe-rl"},
-        arguments=_campaign_parameters(),
+        arguments=parameters.to_hera(parameters.CAMPAIGN),
         synchronization=iteration.run_mutex("campaign"),
         workflow_metadata=iteration.run_label(),
     ) as template:
         iteration.set_pod_defaults(template)
-        init = stage_container(INIT, profile)
+        exit_handler(
+            "delete-iteration",
+            deletion_flags(),
+            when="{{workflow.status}} != Succeeded",
+            service_account=CAMPAIGN_SERVICE_ACCOUNT,
+            display_name="delete-iteration",
+            profile=profile,
+        )
+        init = stage_container(init_stage(profile), profile)
         summary = stage_container(SUMMARY, profile)
         loop = _loop(_wrapper(_child(profile)))
         with Steps(
             name="campaign",
             outputs=[
                 Parameter(
-                    name="summary",
-                    value_from=m.ValueFrom(parameter="{{steps.summary.outputs.parameters.summary}}", default=""),
+                    name=name,
+                    value_from=m.ValueFrom(parameter=f"{{{{steps.summary.outputs.parameters.{name}}}}}", default=""),
                 )
+                for name in SUMMARY.published
             ],
         ):
             Step(name="init", template=init)
@@ -96,7 +102,7 @@ def build_campaign(profile: PlatformProfile) -> WorkflowTemplate:
                 template=loop,
                 arguments={
                     name: f"{{{{steps.init.outputs.parameters.{name}}}}}"
-                    for name in ("first-iteration", "iterations", *WORKERS)
+                    for name in ("first-iteration", "iterations", *RESOLVED)
                 },
             )
             Step(name="summary", template=summary)
@@ -139,51 +145,40 @@ def child_manifest() -> str:
     Every value is quoted by the dump: Argo replaces the placeholders in the text, and "00001" must stay a string.
     """
     iteration_number = "{{inputs.parameters.iteration}}"
-    parameters = [
-        {"name": "iteration", "value": iteration_number},
-        *({"name": name, "value": f"{{{{inputs.parameters.{name}}}}}"} for name in WORKERS),
-        *({"name": name, "value": f"{{{{workflow.parameters.{name}}}}}"} for name in ("run", "image")),
-    ]
+    passed_on = parameters.references(parameters.names((RUN, *parameters.SHARED)))
+    values = {"iteration": iteration_number} | _passed_on(RESOLVED) | passed_on
     manifest = {
         "apiVersion": "argoproj.io/v1alpha1",
         "kind": "Workflow",
         "metadata": {
             "name": "{{workflow.name}}-" + iteration_number,
-            "labels": {"moerl/campaign": "{{workflow.name}}"},
+            "labels": {CAMPAIGN_LABEL: "{{workflow.name}}", ITERATION_LABEL: iteration_number},
             "annotations": {
                 "workflows.argoproj.io/title": "{{workflow.parameters.run}}, iteration " + iteration_number,
             },
         },
         "spec": {
             "workflowTemplateRef": {"name": iteration.NAME},
-            "arguments": {"parameters": parameters},
+            "arguments": {"parameters": [{"name": name, "value": value} for name, value in values.items()]},
         },
     }
     return yaml.safe_dump(manifest, sort_keys=False, width=1000)
 
 
-def _campaign_parameters() -> list[Parameter]:
-    return [
-        iteration.run_parameter(),
-        Parameter(
-            name="config",
-            value="configs/reverse-digits.toml",
-            description="Configuration of the run: TOML text, a path in the image, or an s3:// URI of a TOML file",
-        ),
-        Parameter(
-            name="iterations",
-            value="0",
-            description="Iterations to add to the run; 0: as many as its configuration says",
-        ),
-        *iteration.worker_parameters(rollout="0", reward="0", note="; 0: as many as the configuration says"),
-        iteration.image_parameter(),
-    ]
+def deletion_flags() -> list[str]:
+    """Arguments of `kubectl delete` for the iteration that still runs when its campaign ends, as by `argo stop`.
+
+    Its pods get SIGTERM and save what they have; `argo retry` of the campaign then applies the iteration anew. One that
+    has ended stays, with its logs.
+    """
+    selector = f"{CAMPAIGN_LABEL}={{{{workflow.name}}}},workflows.argoproj.io/completed!=true"
+    return [WORKFLOW_RESOURCE, f"--selector={selector}", "--wait=false"]
 
 
 def _child(profile: PlatformProfile) -> Resource:
     # Without a deadline: it would end the watcher and leave the child running. The child's stages have theirs.
     return Resource(
-        name="child",
+        name=CHILD_TEMPLATE,
         action="apply",
         set_owner_reference=True,
         manifest=child_manifest(),
@@ -201,15 +196,15 @@ def _child(profile: PlatformProfile) -> Resource:
         ],
         annotations={DISPLAY_NAME: "watch-{{inputs.parameters.iteration}}"},
         service_account_name=CAMPAIGN_SERVICE_ACCOUNT,
-        affinity=capacity_affinity(profile, "stable"),
+        affinity=capacity_affinity(profile.capacity["stable"]),
         pod_spec_patch=WATCHER_POD_PATCH,
         retry_strategy=attach_retry(20),
-        metrics=stage_metrics("child"),
+        metrics=stage_metrics(CHILD_TEMPLATE),
     )
 
 
 def _iteration_inputs() -> list[Parameter]:
-    return [Parameter(name=name) for name in ("iteration", *WORKERS)]
+    return [Parameter(name=name) for name in ("iteration", *RESOLVED)]
 
 
 def _passed_on(names: Sequence[str]) -> dict[str, str]:
@@ -229,7 +224,7 @@ def _wrapper(child: Resource) -> Steps:
         inputs=_iteration_inputs(),
         annotations={DISPLAY_NAME: "iteration-{{inputs.parameters.iteration}}"},
     ) as wrapper:
-        Step(name="run", template=child, arguments=_passed_on(("iteration", *WORKERS)))
+        Step(name="run", template=child, arguments=_passed_on(("iteration", *RESOLVED)))
     return wrapper
 
 
@@ -239,16 +234,16 @@ def _loop(wrapper: Steps) -> Steps:
         name="loop",
         parallelism=1,
         fail_fast=True,
-        inputs=[Parameter(name=name) for name in ("first-iteration", "iterations", *WORKERS)],
+        inputs=[Parameter(name=name) for name in ("first-iteration", "iterations", *RESOLVED)],
     ) as loop:
         Step(
             name="iteration",
             template=wrapper,
-            arguments={"iteration": "{{item}}"} | _passed_on(WORKERS),
+            arguments={"iteration": "{{item}}"} | _passed_on(RESOLVED),
             with_sequence=m.Sequence(
                 start=m.IntOrString(root="{{inputs.parameters.first-iteration}}"),
                 count=m.IntOrString(root="{{inputs.parameters.iterations}}"),
-                format="%05d",
+                format=f"%0{ITERATION_DIGITS}d",
             ),
         )
     return loop

@@ -17,14 +17,28 @@ import typer
 from typer.exceptions import TyperException
 
 from steps.errors import DataError, Interrupted, ServiceUnavailable, StepError, UsageError
+from workflows.cluster_commands import cluster_app, resume_on_cluster
+from workflows.lint_command import lint_app
 from workflows.printed_commands import moerl_command, shown_path
+from workflows.shared_options import (
+    DEFAULT_CONFIG,
+    REPOSITORY,
+    RUNS_DIR,
+    Config,
+    Context,
+    Json,
+    Namespace,
+    Overrides,
+    Parameters,
+    Run,
+    RunsDir,
+    examples,
+    read_config,
+)
+from workflows.transport_command import transport_app
 
 if TYPE_CHECKING:
-    from steps.config import RunConfig
     from workflows.run_folder import RunFolder
-
-DEFAULT_CONFIG = "configs/reverse-digits.toml"
-REPOSITORY = Path(__file__).resolve().parents[1]
 
 app = typer.Typer(
     name="moerl",
@@ -37,26 +51,13 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Show a resolved configuration, or its schema.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(transport_app, name="transport")
+app.add_typer(cluster_app)
+app.add_typer(lint_app)
 
-Config = Annotated[
-    str, typer.Argument(metavar="[CONFIG]", help="TOML file, or the name of one in configs/ (sort-digits).")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="a.b=value", help="Change one field; may be repeated."),
-]
-RunsDir = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Folder that holds the runs.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Run id, or the path of its folder.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
-RUNS_DIR = Path("runs")
 TYPER_INTERRUPTED = 130
 """Typer returns this after a Ctrl-C that no handler of ours took: before the run's start, or after its end."""
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
-
-
-def examples(*lines: str) -> str:
-    """Epilog of a command's help."""
-    return "**Examples**\n\n" + "\n\n".join(f"`{line}`" for line in lines)
 
 
 @app.command(
@@ -88,12 +89,37 @@ def run(
     drive_and_report(folder, as_json)
 
 
-@app.command(epilog=examples("moerl resume reverse-digits-20260101-101500"))
-def resume(run_id: Run, runs_dir: RunsDir = RUNS_DIR, as_json: Json = False) -> None:
-    """Go on with a run that was stopped or failed; what was finished is not repeated."""
+@app.command(
+    epilog=examples(
+        "moerl resume reverse-digits-20260101-101500",
+        "moerl resume my-run -n moerl -p image=registry.example.com/moerl:2",
+    )
+)
+def resume(
+    run_id: Run,
+    runs_dir: RunsDir = RUNS_DIR,
+    parameters: Parameters = None,
+    context: Context = "",
+    namespace: Namespace = "",
+    as_json: Json = False,
+) -> None:
+    """Go on with a run that was stopped or failed; what was finished is not repeated.
+
+    A run in the folder of runs goes on here; any other, or one of a named context or namespace, on the cluster.
+    """
     from workflows.run_folder import open_run
 
-    drive_and_report(open_run(runs_dir, run_id), as_json)
+    elsewhere = bool(context or namespace or parameters)
+    try:
+        folder = None if elsewhere and os.sep not in run_id else open_run(runs_dir, run_id)
+    except DataError as not_here:
+        if os.sep in run_id or not resume_on_cluster(run_id, parameters, as_json=as_json, unless=not_here):
+            raise
+        return
+    if folder is None:
+        resume_on_cluster(run_id, parameters, context=context, namespace=namespace, as_json=as_json)
+    else:
+        drive_and_report(folder, as_json)
 
 
 @app.command(epilog=examples("moerl runs", "moerl runs --runs-dir /data/runs"))
@@ -121,21 +147,29 @@ def report(
         raise ServiceUnavailable(f"no browser could be started here: open {folder.html_report} yourself")
 
 
-@app.command(epilog=examples("moerl render", "moerl render --check"))
+@app.command(epilog=examples("moerl render", "moerl render --check", "moerl render --profile p6-b200 --out my/overlay"))
 def render(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a committed file differs.")] = False,
+    profile: Annotated[str | None, typer.Option("--profile", metavar="NAME", help="Platform to render for.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder to write to.")] = None,
 ) -> None:
-    """Write the manifests under templates/ from the code."""
+    """Write the manifests from the code: those of templates/, or with --profile those of one platform."""
+    from steps.adapters.store import explained_os_errors
     from workflows import catalog
+    from workflows.platform import load_profile
 
-    folder = REPOSITORY / "templates"
-    if not check:
-        written = catalog.write(folder)
-        typer.echo(f"written to {folder}: {', '.join(written) or 'nothing, all manifests were up to date'}")
-    elif stale := catalog.check(folder):
-        raise DataError(f"{', '.join(stale)} in {folder}: not what the code renders; run `make render`")
-    else:
-        typer.echo(f"the manifests in {folder} are what the code renders")
+    if (profile is None) != (out is None):
+        raise UsageError("--profile and --out go together: the folder gets the manifests of that platform")
+    folder = REPOSITORY / "templates" if out is None else out
+    rendered = catalog.render_committed() if profile is None else catalog.render_all(load_profile(profile))
+    with explained_os_errors(f"can't write {folder}"):
+        if not check:
+            written = catalog.write(folder, rendered)
+            typer.echo(f"written to {folder}: {', '.join(written) or 'nothing, all manifests were up to date'}")
+        elif stale := catalog.check(folder, rendered):
+            raise DataError(f"{', '.join(stale)} in {folder}: not what the code renders; run `make render`")
+        else:
+            typer.echo(f"the manifests in {folder} are what the code renders")
 
 
 @config_app.command(epilog=examples("moerl config show", "moerl config show sort-digits --set seed=3"))
@@ -152,22 +186,6 @@ def schema() -> None:
     from steps.config_loader import config_schema
 
     typer.echo(json.dumps(config_schema(), indent=2))
-
-
-def read_config(name: str, overrides: Sequence[str] | None) -> "RunConfig":
-    """Load a TOML file by its path, or a ready-made one by its path or name in the repository."""
-    from steps.config_loader import load_config
-
-    choices = (Path(name), REPOSITORY / name, REPOSITORY / "configs" / f"{name}.toml")
-    try:
-        path = next((choice for choice in choices if choice.is_file()), None)
-    except OSError as error:
-        shown = name if len(name) < 100 else f"{name[:100]}..."
-        raise UsageError(f"configuration {shown!r}: {error.strerror}; give the path of a TOML file") from None
-    if path is None:
-        ready = ", ".join(sorted(file.stem for file in (REPOSITORY / "configs").glob("*.toml")))
-        raise UsageError(f"no configuration {name!r}: give the path of a TOML file, or one of {ready}")
-    return load_config(str(path), list(overrides or ()))
 
 
 def drive_and_report(folder: "RunFolder", as_json: bool) -> None:

@@ -2,17 +2,26 @@
 
 from dataclasses import dataclass
 
-from hera.workflows import Container, Counter, Gauge, Label, NoneArchiveStrategy, Parameter, Resources, S3Artifact
+from hera.workflows import Container, Counter, Gauge, Label, NoneArchiveStrategy, Parameter, S3Artifact
 from hera.workflows import models as m
 
-from workflows.platform import CAPACITY_TYPE_LABEL, FailureDomain, PlatformProfile, Workload
+from workflows.parameters import CREDENTIALS, ENVIRONMENT, IMAGE, WorkflowParameter, capacity_expression
+from workflows.platform import (
+    CAPACITY_TYPE_LABEL,
+    EFA_RESOURCE,
+    GPU_RESOURCE,
+    HUGEPAGES_RESOURCE,
+    FailureDomain,
+    PlatformProfile,
+    PodResources,
+    Workload,
+)
 from workflows.retries import step_retry
 
 DISPLAY_NAME = "workflows.argoproj.io/display-name"
+DO_NOT_DISRUPT = "karpenter.sh/do-not-disrupt"
 OUTPUTS_DIR = "/tmp/moerl/outputs"
-ENVIRONMENT_CONFIG_MAP = "moerl-environment"
-CREDENTIALS_SECRET = "moerl-credentials"
-DEFAULT_IMAGE = "argo-moe-rl:0.1.0"
+SHM_VOLUME = "shm"
 USER_ID = 10001
 """Numeric, so that Kubernetes can verify runAsNonRoot for our image and Argo's executor alike (Dockerfile)."""
 
@@ -27,7 +36,10 @@ class Stage:
     outputs: tuple[str, ...]
     workload: Workload = "control"
     domain: FailureDomain = "stable"
-    deadline_s: int
+    capacity: WorkflowParameter | None = None
+    """The parameter that says on which nodes an interruptible stage runs."""
+    deadline: str
+    """Seconds, or the reference of a parameter."""
     grace_s: int = 30
     """Seconds between SIGTERM and SIGKILL."""
     retry_limit: int = 4
@@ -38,24 +50,35 @@ class Stage:
     report_key: str = ""
     """Object key of the HTML report in the artifact repository; empty: the stage has none."""
 
+    def capacity_type(self, profile: PlatformProfile) -> str:
+        """Value of Karpenter's label, or the tag that Argo replaces by it."""
+        if self.capacity is not None:
+            return capacity_expression(self.capacity, self.retry_limit)
+        return profile.capacity[self.domain]
+
 
 def stage_container(stage: Stage, profile: PlatformProfile) -> Container:
     """The container template of `stage`; call it inside a WorkflowTemplate's context."""
+    size = profile.resources[stage.workload]
     return Container(
         name=stage.name,
-        image="{{workflow.parameters.image}}",
+        image=IMAGE.reference,
         image_pull_policy="IfNotPresent",
         command=["python", "-m", f"steps.{stage.module}"],
         args=list(stage.flags),
-        env=_environment(stage, profile),
+        env=[*step_environment(stage.capacity_type(profile), "{{retries}}"), *platform_environment(profile, size)],
         inputs=[Parameter(name=name) for name in stage.inputs],
         outputs=[*_output_parameters(stage), *_report_artifact(stage)],
-        annotations={DISPLAY_NAME: stage.display_name},
-        resources=_resources(profile, stage.workload),
-        affinity=capacity_affinity(profile, stage.domain),
-        security_context=m.SecurityContext(allow_privilege_escalation=False, capabilities=m.Capabilities(drop=["ALL"])),
+        annotations={DISPLAY_NAME: stage.display_name, **undisturbed(stage.domain)},
+        resources=resource_requirements(size),
+        node_selector=dict(profile.node_selector) if size.gpus else None,
+        tolerations=tolerations(profile, size),
+        affinity=capacity_affinity(stage.capacity_type(profile)),
+        volumes=shm_volumes(size) or None,
+        volume_mounts=shm_mounts(size) or None,
+        security_context=container_security(profile, size),
         retry_strategy=step_retry(stage.retry_limit),
-        active_deadline_seconds=str(stage.deadline_s),  # Argo's schema wants its IntOrString as a string
+        active_deadline_seconds=stage.deadline,
         # Argo has no field for the grace period; podSpecPatch is the only way to set it.
         pod_spec_patch=f"terminationGracePeriodSeconds: {stage.grace_s}\n",
         metrics=stage_metrics(stage.name),
@@ -70,6 +93,14 @@ def pod_security_context() -> m.PodSecurityContext:
         run_as_group=USER_ID,
         fs_group=USER_ID,
         seccomp_profile=m.SeccompProfile(type="RuntimeDefault"),
+    )
+
+
+def container_security(profile: PlatformProfile, size: PodResources) -> m.SecurityContext:
+    """No privileges, and of the capabilities only those that a whole node's exchange needs."""
+    added = list(profile.capabilities) if size.efa else []
+    return m.SecurityContext(
+        allow_privilege_escalation=False, capabilities=m.Capabilities(drop=["ALL"], add=added or None)
     )
 
 
@@ -96,9 +127,9 @@ def stage_metrics(stage_name: str) -> list[Gauge | Counter]:
     ]
 
 
-def capacity_affinity(profile: PlatformProfile, domain: FailureDomain) -> m.Affinity:
-    """Prefer the domain's capacity; on nodes without the label (kind, minikube) the pods run all the same."""
-    term = m.NodeSelectorRequirement(key=CAPACITY_TYPE_LABEL, operator="In", values=[profile.capacity[domain]])
+def capacity_affinity(capacity_type: str) -> m.Affinity:
+    """Prefer nodes of this capacity; on nodes without the label (kind, minikube) the pods run all the same."""
+    term = m.NodeSelectorRequirement(key=CAPACITY_TYPE_LABEL, operator="In", values=[capacity_type])
     return m.Affinity(
         node_affinity=m.NodeAffinity(
             preferred_during_scheduling_ignored_during_execution=[
@@ -106,6 +137,97 @@ def capacity_affinity(profile: PlatformProfile, domain: FailureDomain) -> m.Affi
             ]
         )
     )
+
+
+def tolerations(profile: PlatformProfile, size: PodResources) -> list[m.Toleration] | None:
+    """Of a pod on accelerated nodes; those with EFA take only pods that ask for it, which none else can use."""
+    if not size.gpus:
+        return None
+    return [
+        m.Toleration(key=item.key, operator=item.operator, value=item.value or None, effect=item.effect or None)
+        for item in profile.tolerations
+        if size.efa or item.key != EFA_RESOURCE
+    ]
+
+
+def undisturbed(domain: FailureDomain) -> dict[str, str]:
+    """Annotations of a pod: Karpenter does not move a trainer to save a node."""
+    return {DO_NOT_DISRUPT: "true"} if domain == "training" else {}
+
+
+def resource_requirements(size: PodResources) -> m.ResourceRequirements:
+    """Requests and limits; what can't be overcommitted stands in both, alike."""
+    whole = {"memory": size.memory}
+    counted = {GPU_RESOURCE: size.gpus, EFA_RESOURCE: size.efa}
+    whole |= {name: str(count) for name, count in counted.items() if count}
+    if size.hugepages:
+        whole[HUGEPAGES_RESOURCE] = size.hugepages
+    return m.ResourceRequirements(
+        requests=_quantities({"cpu": size.cpu_request, **whole}), limits=_quantities({"cpu": size.cpu_limit, **whole})
+    )
+
+
+def _quantities(values: dict[str, str]) -> dict[str, m.Quantity]:
+    return {name: m.Quantity(root=value) for name, value in values.items()}
+
+
+def shm_volumes(size: PodResources) -> list[m.Volume]:
+    """The memory behind /dev/shm: the 64 MiB of the container runtime are too few for NCCL."""
+    if not size.shm:
+        return []
+    memory = m.EmptyDirVolumeSource(medium="Memory", size_limit=m.Quantity(root=size.shm))
+    return [m.Volume(name=SHM_VOLUME, empty_dir=memory)]
+
+
+def shm_mounts(size: PodResources) -> list[m.VolumeMount]:
+    return [m.VolumeMount(name=SHM_VOLUME, mount_path="/dev/shm")] if size.shm else []
+
+
+def step_environment(capacity_type: str, attempt: str | m.EnvVarSource) -> list[m.EnvVar]:
+    """Where the services are and who the pod is; `attempt` counts from 0."""
+    return [
+        _from_config_map("MOERL_STORE", "store"),
+        _from_secret("MOERL_DATABASE_URL", "database-url"),
+        _from_config_map("MLFLOW_TRACKING_URI", "mlflow-tracking-uri", optional=True),
+        _from_config_map("AWS_ENDPOINT_URL_S3", "s3-endpoint-url", optional=True),
+        _from_secret("AWS_ACCESS_KEY_ID", "aws-access-key-id", optional=True),
+        _from_secret("AWS_SECRET_ACCESS_KEY", "aws-secret-access-key", optional=True),
+        m.EnvVar(name="MOERL_OUTPUTS_DIR", value=OUTPUTS_DIR),
+        m.EnvVar(name="MOERL_CAPACITY_TYPE", value=capacity_type),
+        m.EnvVar(name="MOERL_ATTEMPT", value=attempt)
+        if isinstance(attempt, str)
+        else m.EnvVar(name="MOERL_ATTEMPT", value_from=attempt),
+        m.EnvVar(name="ARGO_WORKFLOW", value="{{workflow.name}}"),
+        from_field("POD_NAME", "metadata.name"),
+        from_field("NODE_NAME", "spec.nodeName"),
+    ]
+
+
+def platform_environment(profile: PlatformProfile, size: PodResources) -> list[m.EnvVar]:
+    """Threads, and on accelerated nodes what carries the tokens."""
+    variables = {"OMP_NUM_THREADS": str(profile.threads)}
+    if size.gpus:
+        variables |= profile.transport_environment
+    return [m.EnvVar(name=name, value=value) for name, value in variables.items()]
+
+
+def from_field(variable: str, path: str) -> m.EnvVar:
+    """A variable with a field of the pod's own manifest."""
+    return m.EnvVar(name=variable, value_from=field_source(path))
+
+
+def field_source(path: str) -> m.EnvVarSource:
+    return m.EnvVarSource(field_ref=m.ObjectFieldSelector(field_path=path))
+
+
+def _from_config_map(variable: str, key: str, *, optional: bool | None = None) -> m.EnvVar:
+    selector = m.ConfigMapKeySelector(name=ENVIRONMENT.reference, key=key, optional=optional)
+    return m.EnvVar(name=variable, value_from=m.EnvVarSource(config_map_key_ref=selector))
+
+
+def _from_secret(variable: str, key: str, *, optional: bool | None = None) -> m.EnvVar:
+    selector = m.SecretKeySelector(name=CREDENTIALS.reference, key=key, optional=optional)
+    return m.EnvVar(name=variable, value_from=m.EnvVarSource(secret_key_ref=selector))
 
 
 def _output_parameters(stage: Stage) -> list[Parameter]:
@@ -138,45 +260,3 @@ def _report_artifact(stage: Stage) -> list[S3Artifact]:
             key=stage.report_key,
         )
     ]
-
-
-def _resources(profile: PlatformProfile, workload: Workload) -> Resources:
-    size = profile.resources[workload]
-    return Resources(
-        cpu_request=size.cpu_request,
-        cpu_limit=size.cpu_limit,
-        memory_request=size.memory,
-        memory_limit=size.memory,
-    )
-
-
-def _environment(stage: Stage, profile: PlatformProfile) -> list[m.EnvVar]:
-    return [
-        _from_config_map("MOERL_STORE", "store"),
-        _from_secret("MOERL_DATABASE_URL", "database-url"),
-        _from_config_map("MLFLOW_TRACKING_URI", "mlflow-tracking-uri", optional=True),
-        _from_config_map("AWS_ENDPOINT_URL_S3", "s3-endpoint-url", optional=True),
-        _from_secret("AWS_ACCESS_KEY_ID", "aws-access-key-id", optional=True),
-        _from_secret("AWS_SECRET_ACCESS_KEY", "aws-secret-access-key", optional=True),
-        m.EnvVar(name="MOERL_OUTPUTS_DIR", value=OUTPUTS_DIR),
-        m.EnvVar(name="MOERL_CAPACITY_TYPE", value=profile.capacity[stage.domain]),
-        m.EnvVar(name="MOERL_ATTEMPT", value="{{retries}}"),
-        m.EnvVar(name="OMP_NUM_THREADS", value=str(profile.threads)),
-        m.EnvVar(name="ARGO_WORKFLOW", value="{{workflow.name}}"),
-        _from_field("POD_NAME", "metadata.name"),
-        _from_field("NODE_NAME", "spec.nodeName"),
-    ]
-
-
-def _from_config_map(variable: str, key: str, *, optional: bool | None = None) -> m.EnvVar:
-    selector = m.ConfigMapKeySelector(name=ENVIRONMENT_CONFIG_MAP, key=key, optional=optional)
-    return m.EnvVar(name=variable, value_from=m.EnvVarSource(config_map_key_ref=selector))
-
-
-def _from_secret(variable: str, key: str, *, optional: bool | None = None) -> m.EnvVar:
-    selector = m.SecretKeySelector(name=CREDENTIALS_SECRET, key=key, optional=optional)
-    return m.EnvVar(name=variable, value_from=m.EnvVarSource(secret_key_ref=selector))
-
-
-def _from_field(variable: str, path: str) -> m.EnvVar:
-    return m.EnvVar(name=variable, value_from=m.EnvVarSource(field_ref=m.ObjectFieldSelector(field_path=path)))

@@ -4,15 +4,23 @@ from hera.workflows import DAG, Container, Parameter, Task, WorkflowTemplate
 from hera.workflows import models as m
 from hera.workflows.task import TaskResult
 
-from workflows.containers import DEFAULT_IMAGE, Stage, pod_security_context, stage_container
+from workflows import jobset, parameters
+from workflows.cleanup import EXIT_TEMPLATE, exit_handler
+from workflows.containers import Stage, pod_security_context, stage_container
+from workflows.parameters import REWARD_CAPACITY, ROLLOUT_CAPACITY, ROLLOUT_DEADLINE, STRAGGLER_DEADLINE, TRAINING_NODES
 from workflows.platform import PlatformProfile
 
 NAME = "policy-iteration"
 STEP_SERVICE_ACCOUNT = "moerl-step"
+GANG_SERVICE_ACCOUNT = "moerl-gang"
+DEADLINE_S = 2 * 86400
+"""Of a whole iteration: a pod that no node ever takes would otherwise be waited for without end."""
 
 _RUN = ("--run", "{{workflow.parameters.run}}")
 _ITERATION = (*_RUN, "--iteration", "{{workflow.parameters.iteration}}")
 _WORKER = (*_ITERATION, "--worker", "{{inputs.parameters.worker}}")
+_ONE_NODE = f"{TRAINING_NODES.reference} <= 1"
+_SEVERAL_NODES = f"{TRAINING_NODES.reference} > 1"
 
 
 def _label(stage: str) -> str:
@@ -24,18 +32,19 @@ PLAN = Stage(
     module="plan",
     flags=_ITERATION,
     outputs=("policy-version", "units"),
-    deadline_s=900,
+    deadline="900",
     display_name=_label("plan"),
 )
 ROLLOUT = Stage(
     name="rollout",
     module="rollout",
-    flags=_WORKER,
+    flags=(*_WORKER, "--straggler-deadline", STRAGGLER_DEADLINE.reference),
     inputs=("worker",),
     outputs=("samples", "tokens-per-s"),
     workload="sampler",
     domain="interruptible",
-    deadline_s=7200,
+    capacity=ROLLOUT_CAPACITY,
+    deadline=ROLLOUT_DEADLINE.reference,
     grace_s=90,
     retry_limit=8,
     display_name="rollout-{{inputs.parameters.worker}}",
@@ -47,7 +56,8 @@ REWARD = Stage(
     inputs=("worker",),
     outputs=("reward-mean",),
     domain="interruptible",
-    deadline_s=3600,
+    capacity=REWARD_CAPACITY,
+    deadline="3600",
     grace_s=90,
     retry_limit=8,
     display_name="reward-{{inputs.parameters.worker}}",
@@ -57,7 +67,7 @@ FLUSH = Stage(
     module="flush",
     flags=_ITERATION,
     outputs=("batch-uri", "samples"),
-    deadline_s=1800,
+    deadline="1800",
     display_name=_label("flush"),
 )
 TRAIN = Stage(
@@ -66,7 +76,8 @@ TRAIN = Stage(
     flags=_ITERATION,
     outputs=("checkpoint-uri",),
     workload="trainer",
-    deadline_s=14400,
+    domain="training",
+    deadline="14400",
     grace_s=300,
     display_name=_label("train"),
 )
@@ -76,8 +87,8 @@ PUBLISH = Stage(
     flags=_ITERATION,
     outputs=("publication-uri", "policy-version"),
     published=("policy-version",),
-    workload="trainer",
-    deadline_s=3600,
+    workload="publisher",
+    deadline="3600",
     grace_s=60,
     display_name=_label("publish"),
 )
@@ -88,16 +99,16 @@ EVALUATE = Stage(
     outputs=("reward-eval", "validated"),
     published=("reward-eval", "validated"),
     workload="sampler",
-    deadline_s=3600,
+    deadline="3600",
     display_name=_label("evaluate"),
 )
 REPORT = Stage(
     name="report",
     module="report",
     flags=_ITERATION,
-    outputs=("summary",),
-    published=("summary",),
-    deadline_s=900,
+    outputs=("summary", "mlflow-url"),
+    published=("summary", "mlflow-url"),
+    deadline="900",
     display_name=_label("report"),
     report_key="moerl/{{workflow.parameters.run}}/iteration-{{workflow.parameters.iteration}}.html",
 )
@@ -109,6 +120,7 @@ def build_iteration(profile: PlatformProfile) -> WorkflowTemplate:
     with WorkflowTemplate(
         name=NAME,
         entrypoint="iteration",
+        on_exit=EXIT_TEMPLATE,
         annotations={
             "workflows.argoproj.io/title": "Policy iteration",
             "workflows.argoproj.io/description": (
@@ -117,58 +129,42 @@ def build_iteration(profile: PlatformProfile) -> WorkflowTemplate:
             ),
         },
         labels={"app.kubernetes.io/name": "argo-moe-rl"},
-        arguments=iteration_parameters(),
+        arguments=parameters.to_hera(parameters.ITERATION),
         synchronization=run_mutex("iteration"),
         workflow_metadata=run_label(),
+        active_deadline_seconds=DEADLINE_S,
     ) as template:
         set_pod_defaults(template)
         containers = {stage.name: stage_container(stage, profile) for stage in STAGES}
+        gang = jobset.gang_resource(TRAIN, profile, GANG_SERVICE_ACCOUNT)
+        exit_handler(
+            "delete-gang",
+            jobset.deletion_flags(),
+            when=_SEVERAL_NODES,
+            service_account=GANG_SERVICE_ACCOUNT,
+            display_name=_label("delete-gang"),
+            profile=profile,
+        )
         with DAG(name="iteration", outputs=_dag_outputs()):
             plan = Task(name="plan", template=containers["plan"])
-            rollout = _fan_out("rollout", containers, "{{workflow.parameters.rollout-workers}}")
-            reward = _fan_out("reward", containers, "{{workflow.parameters.reward-workers}}")
-            flush, train, publish, evaluate, report = (
-                Task(name=name, template=containers[name])
-                for name in ("flush", "train", "publish", "evaluate", "report")
+            rollout = _fan_out("rollout", containers, parameters.ROLLOUT_WORKERS.reference)
+            reward = _fan_out("reward", containers, parameters.REWARD_WORKERS.reference)
+            flush = Task(name="flush", template=containers["flush"])
+            train = Task(name="train", template=containers["train"], when=_ONE_NODE)
+            train_gang = Task(name=jobset.TEMPLATE, template=gang, when=_SEVERAL_NODES)
+            # A task that was skipped counts as done in a bare `depends`: then a failed one would be followed, too.
+            publish = Task(
+                name="publish", template=containers["publish"], depends="train.Succeeded || train-gang.Succeeded"
             )
+            evaluate, report = (Task(name=name, template=containers[name]) for name in ("evaluate", "report"))
             plan >> rollout
             # Workers share the units by leases, so one that survives does the work of all.
             rollout.next(reward, on=TaskResult.any_succeeded)
             reward.next(flush, on=TaskResult.any_succeeded)
-            flush >> train
-            train >> publish
+            flush >> [train, train_gang]
             publish >> evaluate
             evaluate >> report
     return template
-
-
-def iteration_parameters() -> list[Parameter]:
-    """Arguments of one iteration; `run` and `iteration` have no default, so a submission must name them."""
-    return [
-        run_parameter(),
-        Parameter(
-            name="iteration", description="Number of the iteration, from 1; it makes the policy version of that number"
-        ),
-        *worker_parameters(),
-        image_parameter(),
-    ]
-
-
-def run_parameter() -> Parameter:
-    return Parameter(name="run", description="Id of the run: 1 to 40 lower-case letters, digits and inner hyphens")
-
-
-def worker_parameters(rollout: str = "2", reward: str = "1", note: str = "") -> list[Parameter]:
-    return [
-        Parameter(name="rollout-workers", value=rollout, description=f"Pods that sample in parallel{note}"),
-        Parameter(name="reward-workers", value=reward, description=f"Pods that score in parallel{note}"),
-    ]
-
-
-def image_parameter() -> Parameter:
-    return Parameter(
-        name="image", value=DEFAULT_IMAGE, description="Image of every step (Dockerfile, target cpu or gpu)"
-    )
 
 
 def run_mutex(level: str) -> m.Synchronization:
@@ -204,7 +200,7 @@ def _fan_out(name: str, containers: dict[str, Container], count: str) -> Task:
 
 
 def _dag_outputs() -> list[Parameter]:
-    sources = {"policy-version": "publish", "reward-eval": "evaluate", "validated": "evaluate", "summary": "report"}
+    sources = {name: stage.name for stage in STAGES for name in stage.published}
     return [
         Parameter(
             name=name,

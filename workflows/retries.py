@@ -13,6 +13,8 @@ from hera.workflows import RetryStrategy
 from hera.workflows import models as m
 
 RETRIED_EXIT_CODES = (69, 75, 137, 143)
+FINAL_EXIT_CODES = (64, 65, 78)
+"""A user's error: usage, data, configuration."""
 
 # A message that starts with "main: " may go on with what the step wrote to its termination log, so it is only looked at
 # as far as Argo's own words go. Anything else comes from the kubelet, the controller or Argo's other containers.
@@ -39,7 +41,9 @@ STEP_EXPRESSION = (
 )
 
 # Every failure of a resource template exits with 64, so only the message tells a lost watcher from a failed child.
-ATTACH_EXPRESSION = f"!({_matches('failure condition|[Ff]orbidden|[Ii]s invalid|no matches for kind')})"
+# A refusal by the API server, a webhook or a missing CRD stays one.
+REFUSAL_PATTERN = "[Ff]orbidden|[Ii]s invalid|denied the request|no matches for kind|have a resource type"
+ATTACH_EXPRESSION = f"!({_matches(f'failure condition|{REFUSAL_PATTERN}')})"
 
 
 def step_retry(limit: int) -> RetryStrategy:

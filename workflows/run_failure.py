@@ -72,7 +72,7 @@ def _explain(status: WorkflowStatus, node: NodeStatus) -> Failure:
     is_bug = code == 1 and len(lines) > 1
     step = ATTEMPT_SUFFIX.sub("", node.display_name or node.name)
     return Failure(
-        what=f"{step} of {status.name} failed (exit {node.exit_code if _failed_in_process(node) else code})",
+        what=f"{step} of {status.name} failed (exit {node.own_code if _failed_in_process(node) else code})",
         why=why,
         exit_code=code,
         log=log if lines else None,
@@ -82,16 +82,16 @@ def _explain(status: WorkflowStatus, node: NodeStatus) -> Failure:
 
 def _failed_in_process(node: NodeStatus) -> bool:
     """Its own process ended badly: not a child workflow's node, none that could not start, no missing output."""
-    return bool(node.folder) and not node.error_code and node.exit_code not in {"", "0"}
+    return bool(node.folder) and not node.error_code and node.own_code not in {"", "0"}
 
 
 def _exit_code(node: NodeStatus) -> int:
     """The step's own code where it has a meaning for the user, 1 for any other; killed counts as interrupted."""
     if node.error_code:
         return node.error_code
-    if node.exit_code in KILLED_CODES:
+    if node.own_code in KILLED_CODES:
         return Interrupted.exit_code
-    return int(node.exit_code) if _failed_in_process(node) and node.exit_code in KNOWN_CODES else 1
+    return int(node.own_code) if _failed_in_process(node) and node.own_code in KNOWN_CODES else 1
 
 
 def _lines(log: Path | None) -> list[str]:

@@ -64,10 +64,14 @@ async def run_container(
     files.prepare()
     node.folder = str(files.folder)
     where = f"template {template.name}"
-    env = pod_environment(run, node, container, files, scope)
-    argv = [_expand(substitute(word, scope, where), env) for word in (*container.command, *container.args)]
+    env = pod_environment(run, pod_place(run, node), container, files, scope)
+    argv = [expand(substitute(word, scope, where), env) for word in (*container.command, *container.args)]
     deadline_s = parse_deadline(substitute(template.active_deadline_s, scope, where), where)
-    grace_s = grace_period_s(substitute(template.pod_spec_patch or run.spec.pod_spec_patch, scope, where))
+    once = {name: value for name, value in scope.items() if not name.startswith(("retries", "lastRetry."))}
+    grace_s = grace_period_s(
+        substitute(run.spec.pod_spec_patch, once, f"podSpecPatch of workflow {run.status.name}"),
+        substitute(template.pod_spec_patch, scope, where),
+    )
     kill: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     run.pods[node.name] = kill
     try:
@@ -195,23 +199,44 @@ def conclude(
             run.transition(node, "Succeeded")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodPlace:
+    """What a pod knows of itself: variables that its controller sets, and the fields that a fieldRef can read."""
+
+    variables: Mapping[str, str]
+    fields: Mapping[str, str]
+
+
+def pod_place(run: "WorkflowRun", node: NodeStatus) -> PodPlace:
+    settings = run.session.settings
+    return PodPlace(
+        variables={
+            "POD_NAME": node.pod_name,
+            "NODE_NAME": settings.node_name,
+            "ARGO_WORKFLOW": run.status.name,
+            "ARGO_NODE": node.pod_name,
+            "MOERL_ATTEMPT": str(node.attempt),
+        },
+        fields={
+            "metadata.name": node.pod_name,
+            "metadata.namespace": settings.namespace,
+            "metadata.labels['workflows.argoproj.io/workflow']": run.status.name,
+            "metadata.annotations['workflows.argoproj.io/node-name']": node.name,
+            "spec.nodeName": settings.node_name,
+        },
+    )
+
+
 def pod_environment(
-    run: "WorkflowRun", node: NodeStatus, container: Container, files: PodFiles, scope: Mapping[str, str]
+    run: "WorkflowRun", place: PodPlace, container: Container, files: PodFiles, scope: Mapping[str, str]
 ) -> dict[str, str]:
     """This machine's environment, then the manifest's variables, then what only this machine can know."""
     settings = run.session.settings
-    env = dict(settings.base_env)
-    env |= {
-        "POD_NAME": node.pod_name,
-        "NODE_NAME": settings.node_name,
-        "ARGO_WORKFLOW": run.status.name,
-        "ARGO_NODE": node.pod_name,
-        "MOERL_ATTEMPT": str(node.attempt),
-    }
+    env = {**settings.base_env, **place.variables}
     for variable in container.env:
-        value = _value(run, node, variable, scope)
+        value = _value(run, place, variable, scope)
         if value is not None:
-            env[variable.name] = _expand(value, env)
+            env[variable.name] = expand(value, env)
     env["MOERL_CAPACITY_TYPE"] = "local"
     env |= settings.extra_env
     env["MOERL_OUTPUTS_DIR"] = str(files.outputs)
@@ -219,13 +244,13 @@ def pod_environment(
     return env
 
 
-def _value(run: "WorkflowRun", node: NodeStatus, variable: EnvVar, scope: Mapping[str, str]) -> str | None:
+def _value(run: "WorkflowRun", place: PodPlace, variable: EnvVar, scope: Mapping[str, str]) -> str | None:
     """None: an optional reference to something that is not there."""
     settings = run.session.settings
     if variable.source == "literal":
         return substitute(variable.value, scope, f"env {variable.name}")
     if variable.source == "field":
-        return _field(run, node, variable)
+        return _field(place, variable)
     kind = "configmap" if variable.source == "configMap" else "secret"
     objects = settings.config_maps if variable.source == "configMap" else settings.secrets
     name = substitute(variable.object_name, scope, f"env {variable.name}")
@@ -238,21 +263,13 @@ def _value(run: "WorkflowRun", node: NodeStatus, variable: EnvVar, scope: Mappin
     return value
 
 
-def _field(run: "WorkflowRun", node: NodeStatus, variable: EnvVar) -> str:
-    settings = run.session.settings
-    fields = {
-        "metadata.name": node.pod_name,
-        "metadata.namespace": settings.namespace,
-        "metadata.labels['workflows.argoproj.io/workflow']": run.status.name,
-        "metadata.annotations['workflows.argoproj.io/node-name']": node.name,
-        "spec.nodeName": settings.node_name,
-    }
-    if variable.key not in fields:
+def _field(place: PodPlace, variable: EnvVar) -> str:
+    if variable.key not in place.fields:
         raise ConfigError(f"env {variable.name}: fieldPath {variable.key} is not known to the local executor")
-    return fields[variable.key]
+    return place.fields[variable.key]
 
 
-def _expand(text: str, env: Mapping[str, str]) -> str:
+def expand(text: str, env: Mapping[str, str]) -> str:
     """Kubernetes' $(NAME) in command, args and env values; $$ is a dollar, an unknown name stays as it is."""
 
     def replace(match: re.Match[str]) -> str:
@@ -266,16 +283,18 @@ def _expand(text: str, env: Mapping[str, str]) -> str:
 def parse_deadline(text: str, where: str) -> float | None:
     if not text:
         return None
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{where}: activeDeadlineSeconds {text!r} is not a number") from None
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise ConfigError(f"{where}: activeDeadlineSeconds {text!r} is not a whole number of at least 1")
+    return float(text)
 
 
-def grace_period_s(pod_spec_patch: str) -> float:
-    """terminationGracePeriodSeconds of a podSpecPatch (YAML or JSON), Kubernetes' 30 s where it says nothing."""
-    try:
-        patch = yaml.safe_load(pod_spec_patch) or {}
-        return float(patch.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S))
-    except (yaml.YAMLError, AttributeError, TypeError, ValueError):
-        raise ConfigError(f"podSpecPatch {pod_spec_patch!r} is not a YAML mapping") from None
+def grace_period_s(*pod_spec_patches: str) -> float:
+    """terminationGracePeriodSeconds of podSpecPatches (YAML or JSON); the last one that says it wins, else 30 s."""
+    grace_s = DEFAULT_GRACE_S
+    for text in pod_spec_patches:
+        try:
+            patch = yaml.safe_load(text) or {}
+            grace_s = float(patch.get("terminationGracePeriodSeconds", grace_s))
+        except (yaml.YAMLError, AttributeError, TypeError, ValueError):
+            raise ConfigError(f"podSpecPatch {text!r} is not a YAML mapping") from None
+    return grace_s

@@ -15,7 +15,6 @@ from typing import Any, Self
 from steps.errors import ConfigError
 from workflows.local.events import Event
 from workflows.local.parsing import parse_template_manifest, parse_workflow
-from workflows.local.resources import ResourceHandler
 from workflows.local.session import Session, Settings
 from workflows.local.status import WorkflowStatus, load_status
 from workflows.local.warm_client import DEFAULT_PRELOAD, SINGLE_THREADED, Preload, WarmClient, WarmServer
@@ -49,7 +48,6 @@ class LocalCluster:
         max_parallel_pods: int | None = None,
         backoff_scale: float = 0.05,
         preload: Preload = DEFAULT_PRELOAD,
-        resource_handlers: Mapping[str, ResourceHandler] | None = None,
     ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         # First: it imports torch while we read manifests.
@@ -73,7 +71,6 @@ class LocalCluster:
             extra_env=dict(extra_env or {}),
             max_parallel_pods=max_parallel_pods or os.cpu_count() or 1,
             backoff_scale=backoff_scale,
-            resource_handlers=dict(resource_handlers or {}),
         )
 
     def __enter__(self) -> Self:
@@ -85,6 +82,10 @@ class LocalCluster:
     def close(self) -> None:
         """Ends the warm server and whatever still runs."""
         self._server.close()
+
+    @property
+    def root(self) -> Path:
+        return self._settings.root
 
     def submit(self, workflow: Mapping[str, Any]) -> WorkflowStatus:
         """Runs a manifest of kind Workflow to its end and returns its status; blocks.
@@ -103,7 +104,9 @@ class LocalCluster:
             if self._stop_requested:
                 self._session.stop()
             try:
-                return await self._session.apply(parsed)
+                status = await self._session.start(parsed)
+                await self._session.finish()
+                return status
             finally:
                 self._session = self._loop = None
                 self._stop_requested = False
@@ -111,14 +114,18 @@ class LocalCluster:
     def stop(self) -> None:
         """Ends the submission from another thread or a signal handler; returns at once.
 
-        Running steps get SIGTERM, their grace period, SIGKILL; a second call skips the grace. What has not begun never
-        does. The status is persisted as Failed, "Stopped"; the exit handler does not run; `submit` returns.
+        Running steps get SIGTERM, their grace period, SIGKILL. What has not begun never does. Then the exit handlers
+        run, as after `argo stop`. A second call is `argo terminate`: no grace, no exit handler. The status is persisted
+        as Failed, "Stopped with strategy 'Stop'"; `submit` returns.
         """
         self._stop_requested = True
         self._call(lambda session: session.stop())
 
     def delete_pod(self, workflow: str, node_name: str) -> None:
-        """Takes a pod away as `kubectl delete pod` does (SIGTERM, grace, SIGKILL): its node ends in Error."""
+        """Takes a pod away as `kubectl delete pod` does (SIGTERM, grace, SIGKILL): its node ends in Error.
+
+        A pod of a gang is named by itself, and evicted.
+        """
         self._call(lambda session: session.delete_pod(workflow, node_name))
 
     def _call(self, action: Callable[[Session], object]) -> None:

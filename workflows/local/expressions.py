@@ -9,6 +9,7 @@ an error (Argo compares `lastRetry.exitCode == 75`, a string with a number, and 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NoReturn
 
 from workflows.local.expression_values import (
@@ -311,6 +312,7 @@ def _first_present(left: Evaluator, right: Evaluator, scope: Scope) -> Value:
     return right(scope) if value is None else value
 
 
+@lru_cache(maxsize=256)
 def compile_expression(text: str, dialect: Dialect = EXPR) -> Evaluator:
     """Parses `text`; raises ExpressionError where Argo would, and for what is outside the subset."""
     return _Parser(text, dialect).whole()

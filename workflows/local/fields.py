@@ -1,6 +1,7 @@
 """Reads a YAML mapping field by field and refuses whatever nobody asked for, by name."""
 
 import json
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from steps.errors import ConfigError
@@ -17,6 +18,18 @@ def scalar_text(value: object, where: str) -> str:
     if isinstance(value, bool | int | float):
         return json.dumps(value)
     refuse(where, f"must be a string, not {type(value).__name__}")
+
+
+def _tagged(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        if "{{" in value:
+            yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tagged(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _tagged(item)
 
 
 class Fields:
@@ -78,10 +91,9 @@ class Fields:
         """The mapping under `name`, empty when it is absent."""
         return Fields(self.take(name) or {}, f"{self.where}.{name}")
 
-    def ignore(self, *names: str) -> None:
-        """Fields that change nothing on this machine."""
-        for name in names:
-            self._left.pop(name, None)
+    def ignore(self, *names: str) -> tuple[str, ...]:
+        """Fields that change nothing on this machine. Returns their texts that hold tags (`{{...}}`)."""
+        return tuple(text for name in names for text in _tagged(self._left.pop(name, None)))
 
     def close(self) -> None:
         if self._left:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from steps.errors import ConfigError, StepError
 from workflows.local.containers import run_container
 from workflows.local.model import Backoff, Container, Resource, RetryStrategy, Template
+from workflows.local.places import Place
 from workflows.local.resources import run_resource
-from workflows.local.retry import Verdict, decide, retry_scope
+from workflows.local.retry import FIRST_ATTEMPT, Verdict, decide, retry_scope
 from workflows.local.status import NodeStatus, pod_name
 from workflows.local.variables import substitute
 
@@ -24,9 +25,10 @@ async def run_leaf(
     inputs: Mapping[str, str],
     scope: Mapping[str, str],
     boundary: "Boundary | None",
+    place: Place | None,
     shown: str,
 ) -> NodeStatus:
-    leaf = Leaf(run, name, template, inputs, scope, boundary, shown)
+    leaf = Leaf(run, name, template, inputs, scope, boundary, place, shown)
     return await (leaf.attempt(name, 0, {}) if template.retry is None else leaf.retried(template.retry))
 
 
@@ -39,6 +41,7 @@ class Leaf:
         inputs: Mapping[str, str],
         scope: Mapping[str, str],
         boundary: "Boundary | None",
+        place: Place | None,
         shown: str,
     ) -> None:
         self.run = run
@@ -47,6 +50,7 @@ class Leaf:
         self.inputs = inputs
         self.scope = scope
         self.boundary = boundary
+        self.place = place
         self.parent = boundary.node.name if boundary else ""
         self.shown = shown
 
@@ -60,6 +64,7 @@ class Leaf:
         self.run.transition(node, "Pending")
         scope = {**self.scope, **extra, "pod.name": node.pod_name, "node.name": name}
         try:
+            self.check_unused(scope)
             if isinstance(self.template.body, Container):
                 await run_container(self.run, node, self.template, self.template.body, scope)
             elif isinstance(self.template.body, Resource):
@@ -68,6 +73,13 @@ class Leaf:
             node.error_code = error.exit_code
             self.run.transition(node, "Error", str(error))
         return node
+
+    def check_unused(self, scope: Mapping[str, str]) -> None:
+        """ConfigError for a tag that does not resolve, in a field that only a cluster would use."""
+        body = self.template.body
+        texts = (*self.template.unused, *(body.unused if isinstance(body, Container) else ()))
+        for text in texts:
+            substitute(text, scope, f"template {self.template.name}")
 
     async def retried(self, strategy: RetryStrategy) -> NodeStatus:
         """The Retry node over its attempts. Numbers go on after those of earlier submissions; the limit starts anew."""
@@ -78,12 +90,14 @@ class Leaf:
         if done is not None:  # the executor died between the attempt's success and the node's
             return self.end(node, done, "")
         self.run.transition(node, "Running")
-        extra = {"retries": str(len(earlier))}
-        if earlier:
-            extra |= retry_scope(earlier[-1], len(earlier))
+        extra = retry_scope(earlier[-1], len(earlier), unknown_code="0") if earlier else FIRST_ATTEMPT
         attempts = 0
         while True:
+            if self.place is not None:
+                self.place.enter()
             last = await self.attempt(f"{self.name}({len(earlier) + attempts})", len(earlier) + attempts, extra)
+            if self.place is not None:
+                self.place.leave()
             attempts += 1
             if self.boundary is not None:
                 self.boundary.note(last)
@@ -97,7 +111,7 @@ class Leaf:
                 return node
             if not verdict.again or await self.interrupted(verdict, node):
                 return self.end(node, last, verdict.message)
-            extra = retry_scope(last, len(earlier) + attempts)
+            extra = retry_scope(last, len(earlier) + attempts, unknown_code="0")
 
     def must_end(self) -> bool:
         if self.run.shutdown or self.run.session.client.server_ended:

@@ -56,20 +56,27 @@ class EnvVar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
+    """`unused` are the texts with tags in fields that only matter on a cluster: they must resolve here, too."""
+
     command: tuple[str, ...]
     args: tuple[str, ...] = ()
     env: tuple[EnvVar, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resource:
-    """A resource template; the manifest stays text until its tags are replaced."""
+    """A resource template; the manifest stays text until its tags are replaced.
+
+    owned: the object is deleted with the workflow (`setOwnerReference`).
+    """
 
     action: Literal["apply", "create", "delete", "get"]
     manifest: str = ""
     flags: tuple[str, ...] = ()
     success_condition: str = ""
     failure_condition: str = ""
+    owned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +139,8 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
+    """`unused`: as in Container."""
+
     name: str
     body: Container | Resource | Dag | Steps
     inputs: tuple[Parameter, ...] = ()
@@ -144,6 +153,7 @@ class Template:
     fail_fast: bool = False
     mutexes: tuple[str, ...] = ()
     display_name: str = ""
+    unused: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:

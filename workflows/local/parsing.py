@@ -29,7 +29,6 @@ _POD_FIELDS_FOR_CLUSTERS = (
     "automountServiceAccountToken",
     "executor",
     "hostNetwork",
-    "metrics",
     "nodeSelector",
     "podPriorityClassName",
     "priorityClassName",
@@ -45,6 +44,7 @@ _SPEC_FIELDS_FOR_CLUSTERS = (
     "artifactGC",
     "artifactRepositoryRef",
     "imagePullSecrets",
+    "metrics",
     "podDisruptionBudget",
     "podGC",
     "podMetadata",
@@ -186,6 +186,7 @@ def parse_template(value: object, where: str) -> Template:
     inputs.close()
     outputs = fields.below("outputs")
     body = _body(fields)
+    fields.ignore("metrics")  # its tags are about the node's end: {{status}}, {{duration}}
     template = Template(
         name=fields.required_text("name"),
         body=body,
@@ -199,9 +200,9 @@ def parse_template(value: object, where: str) -> Template:
         fail_fast=fields.flag("failFast"),
         mutexes=_mutexes(fields),
         display_name=_display_name(fields),
+        unused=fields.ignore(*_POD_FIELDS_FOR_CLUSTERS),
     )
     outputs.close()
-    fields.ignore(*_POD_FIELDS_FOR_CLUSTERS)
     fields.close()
     _check_template(template, where)
     return template
@@ -230,11 +231,11 @@ def _body(fields: Fields) -> Container | Resource | Dag | Steps:
         return parse_steps(fields)
     body = fields.below(kinds[0])
     if kinds[0] == "container":
-        return _container(body)
+        return parse_container(body)
     return _resource(body) if kinds[0] == "resource" else parse_dag(body)
 
 
-def _container(fields: Fields) -> Container:
+def parse_container(fields: Fields) -> Container:
     command = fields.texts("command")
     if not command:
         refuse(fields.where, "command is missing (an image's own entrypoint is not known here)")
@@ -242,8 +243,8 @@ def _container(fields: Fields) -> Container:
         command=command,
         args=fields.texts("args"),
         env=tuple(_env(item, f"{fields.where}.env") for item in fields.list("env")),
+        unused=fields.ignore(*_CONTAINER_FIELDS_FOR_CLUSTERS),
     )
-    fields.ignore(*_CONTAINER_FIELDS_FOR_CLUSTERS)
     fields.close()
     return container
 
@@ -296,10 +297,19 @@ def _resource(fields: Fields) -> Resource:
         flags=fields.texts("flags"),
         success_condition=fields.text("successCondition"),
         failure_condition=fields.text("failureCondition"),
+        owned=fields.flag("setOwnerReference"),
     )
-    fields.ignore("setOwnerReference")
     fields.close()
+    _check_resource(resource, fields.where)
     return resource
+
+
+def _check_resource(resource: Resource, where: str) -> None:
+    waits = resource.success_condition or resource.failure_condition
+    if resource.action in ("apply", "create") and not waits:
+        refuse(where, "needs successCondition or failureCondition: without one Argo does not wait for the object")
+    if resource.action in ("apply", "create", "get") and not resource.manifest:
+        refuse(where, f"{resource.action} needs a manifest")
 
 
 def _retry(fields: Fields) -> RetryStrategy | None:

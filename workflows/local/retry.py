@@ -36,18 +36,32 @@ def duration_s(text: str) -> float:
 
 
 def backoff_s(backoff: Backoff | None, attempts: int) -> float:
-    """duration * factor ** (attempts - 1), at most cap; `attempts` counts those that have ended."""
+    """duration * factor ** (attempts - 1), at most cap; `attempts` counts those that have ended. Factor 0 is none."""
     if backoff is None:
         return 0.0
-    wait_s = duration_s(backoff.duration) * float(backoff.factor) ** (attempts - 1)
+    factor = _whole("backoff.factor", backoff.factor) or 1
+    wait_s = duration_s(backoff.duration) * float(factor) ** (attempts - 1)
     return min(wait_s, duration_s(backoff.cap)) if backoff.cap else wait_s
 
 
-def retry_scope(last: NodeStatus, retries: int) -> dict[str, str]:
-    """`retries` and `lastRetry.*`, strings all, as Argo has them."""
+FIRST_ATTEMPT = {
+    "retries": "0",
+    "lastRetry.exitCode": "0",
+    "lastRetry.status": "",
+    "lastRetry.duration": "0",
+    "lastRetry.message": "",
+}
+"""What a template's fields see in its first attempt."""
+
+
+def retry_scope(last: NodeStatus, retries: int, *, unknown_code: str = "-1") -> dict[str, str]:
+    """`retries` and `lastRetry.*`, strings all, as Argo has them.
+
+    unknown_code: of an attempt without an exit code; Argo says "-1" to the retry expression and "0" to the fields.
+    """
     return {
         "retries": str(retries),
-        "lastRetry.exitCode": last.exit_code or "-1",
+        "lastRetry.exitCode": unknown_code if last.exit_code in ("", "-1") else last.exit_code,
         "lastRetry.status": last.phase,
         "lastRetry.duration": f"{last.finished_s - last.started_s:.6g}",
         "lastRetry.message": last.message,
@@ -58,7 +72,7 @@ def decide(strategy: RetryStrategy, last: NodeStatus, attempts: int) -> Verdict:
     """After `attempts` attempts of this submission, the last of which failed. Raises ExpressionError, ConfigError."""
     policy = strategy.policy or ("Always" if strategy.expression else "OnFailure")
     wanted = {"Always": ("Failed", "Error"), "OnFailure": ("Failed",), "OnError": ("Error",)}[policy]
-    limit = None if strategy.limit is None else _limit(strategy.limit)
+    limit = None if strategy.limit is None else _whole("limit", strategy.limit)
     wait_s = backoff_s(strategy.backoff, attempts) if limit is not None and attempts <= limit else 0.0
     if last.phase not in wanted:
         return Verdict(again=False, wait_s=wait_s)
@@ -77,7 +91,7 @@ def _expression_scope(last: NodeStatus) -> dict[str, Value]:
     return {"retries": flat["retries"], "lastRetry": last_retry}
 
 
-def _limit(text: str) -> int:
+def _whole(name: str, text: str) -> int:
     if not re.fullmatch(r"\d+", text):
-        raise ConfigError(f"retryStrategy.limit {text!r} is not a whole number")
+        raise ConfigError(f"retryStrategy.{name} {text!r} is not a whole number")
     return int(text)

@@ -10,13 +10,13 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steps.errors import ConfigError
-from workflows.local.containers import parse_deadline
+from workflows.local.containers import DEADLINE, parse_deadline
 from workflows.local.dag import DagRun
 from workflows.local.events import Event
 from workflows.local.expressions import WHEN, evaluate_bool
@@ -24,6 +24,7 @@ from workflows.local.fanout import CallResult, Item, expand, group_phase
 from workflows.local.leaf import run_leaf
 from workflows.local.model import Call, Container, Dag, Resource, Steps, Template, Workflow, WorkflowSpec
 from workflows.local.outputs import display_name, resolve_inputs, resolve_outputs
+from workflows.local.places import Place, Places
 from workflows.local.status import NodeStatus, WorkflowStatus, save_status
 from workflows.local.steps_nodes import run_steps
 from workflows.local.variables import substitute
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
     from workflows.local.session import Session
 
 FAIL_FAST = "template has failed or errored children and failFast enabled"
+STOPPED = "Stopped with strategy 'Stop'"
+TERMINATED = "Stopped with strategy 'Terminate'"
+
+
+def is_exit_node(workflow: str, node_name: str) -> bool:
+    """Whether the node belongs to the workflow's exit handler."""
+    return re.fullmatch(rf"{re.escape(workflow)}\.onExit([.(\[].*)?", node_name) is not None
 
 
 @dataclass(slots=True)
@@ -40,7 +48,7 @@ class Boundary:
 
     node: NodeStatus
     fail_fast: bool = False
-    slots: asyncio.Semaphore | None = None
+    places: Places | None = None
     closed: bool = False
 
     def note(self, child: NodeStatus) -> None:
@@ -51,7 +59,10 @@ class Boundary:
 
 @dataclass(slots=True)
 class WorkflowRun:
-    """`shutdown` is empty, or why nothing new may start; setting it goes through `stop`."""
+    """`shutdown` is empty, or why nothing new may start; setting it goes through `stop`.
+
+    exiting: the exit handler runs. terminated: it must not.
+    """
 
     session: "Session"
     workflow: Workflow
@@ -63,6 +74,8 @@ class WorkflowRun:
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     pod_slots: asyncio.Semaphore | None = None
     exit_scope: dict[str, str] = field(default_factory=dict)
+    exiting: bool = False
+    terminated: bool = False
 
     def __post_init__(self) -> None:
         if self.spec.parallelism is not None:
@@ -72,6 +85,7 @@ class WorkflowRun:
 
     async def execute(self) -> WorkflowStatus:
         """Runs to the end and returns the final status; a step that fails is in the status, not an exception."""
+        self.terminated = self.terminated or bool(self.shutdown)  # stopped before it began: nothing to clean up
         self.set_phase("Running", "")
         deadline = self._start_deadline()
         entry = await self.run_template(self.status.name, self.spec.entrypoint, {}, None)
@@ -79,22 +93,29 @@ class WorkflowRun:
             deadline.cancel()
         phase = "Succeeded" if entry.phase in ("Succeeded", "Skipped") else entry.phase
         message = self.shutdown if self.shutdown and entry.unsuccessful else entry.message
-        stopped = self.session.stopping and entry.unsuccessful
-        if self.spec.on_exit and not stopped:
+        if self.spec.on_exit and not self.terminated:
             phase, message = await self._run_exit_handler(phase, message)
         self.status.finished_s = time.time()
         self.set_phase(phase, message)
         return self.status
 
     async def _run_exit_handler(self, phase: str, message: str) -> tuple[str, str]:
-        self.shutdown = ""  # a deadline that ended the workflow does not forbid its exit handler
+        """Its failure matters to a workflow that has succeeded otherwise, and to no other."""
+        self.exiting = True
+        if self.session.stopping:  # which reached the children, too: they end by themselves, and are resumed
+            await self.session.wait_for_children(self.status.name)
+        if self.terminated:  # while they ended
+            return phase, message if phase == "Succeeded" else self.shutdown
+        self.shutdown = ""  # neither a deadline nor `argo stop` forbids it
+        self.stopped.clear()
+        # Argo quotes the list so that its own quotes survive being put into the template's text.
+        failures = json.dumps(json.dumps(self._failures(), separators=(",", ":")), ensure_ascii=False)
         self.exit_scope = {
             "workflow.status": phase,
-            "workflow.duration": f"{time.time() - self.status.started_s:.6f}",
-            "workflow.failures": json.dumps(self._failures()),
+            "workflow.failures": failures,
         }
         node = await self.run_template(f"{self.status.name}.onExit", self.spec.on_exit, {}, None)
-        return (node.phase, node.message) if node.unsuccessful else (phase, message)
+        return (node.phase, node.message) if node.unsuccessful and phase == "Succeeded" else (phase, message)
 
     def _start_deadline(self) -> asyncio.TimerHandle | None:
         if not self.spec.active_deadline_s:
@@ -102,19 +123,25 @@ class WorkflowRun:
         where = f"workflow {self.status.name}"
         seconds = parse_deadline(substitute(self.spec.active_deadline_s, self.globals(), where), where)
         assert seconds is not None
-        return asyncio.get_running_loop().call_later(seconds, self.stop, "Step exceeded workflow deadline")
+        return asyncio.get_running_loop().call_later(seconds, self.stop, DEADLINE)
+
+    @asynccontextmanager
+    async def pod_slot(self) -> AsyncIterator[None]:
+        """A place for one pod within spec.parallelism."""
+        async with self.pod_slots or nullcontext():
+            yield
 
     @asynccontextmanager
     async def capacity(self) -> AsyncIterator[None]:
-        """A place for one pod: on the machine, and within spec.parallelism."""
-        async with AsyncExitStack() as stack:
-            if self.pod_slots is not None:
-                await stack.enter_async_context(self.pod_slots)
-            await stack.enter_async_context(self.session.capacity)
+        """The same, and a place on the machine."""
+        async with self.pod_slot(), self.session.capacity:
             yield
 
-    def stop(self, reason: str) -> None:
-        """Nothing new starts; running pods are asked to end."""
+    def stop(self, reason: str, *, terminate: bool = False) -> None:
+        """Nothing new starts; running pods are asked to end. Only `terminate` ends or forbids an exit handler."""
+        self.terminated = self.terminated or terminate
+        if self.exiting and not terminate:
+            return
         self.shutdown = reason
         self.stopped.set()
         for kill in self.pods.values():
@@ -176,7 +203,7 @@ class WorkflowRun:
         )
 
     def globals(self) -> dict[str, str]:
-        """The `workflow.*` variables; status, duration and failures exist in the exit handler only."""
+        """The `workflow.*` variables; the failures, and the final status, are the exit handler's."""
         name = self.status.name
         scope = {
             "workflow.name": name,
@@ -186,6 +213,8 @@ class WorkflowRun:
             "workflow.creationTimestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.status.created_s)),
             "workflow.creationTimestamp.s": str(int(self.status.created_s)),
             "workflow.mainEntrypoint": self.spec.entrypoint,
+            "workflow.status": self.status.phase,
+            "workflow.duration": f"{time.time() - self.status.started_s:.6f}",
             **self.exit_scope,
         }
         parameters = [{"name": key, "value": value} for key, value in self.status.parameters.items()]
@@ -203,8 +232,9 @@ class WorkflowRun:
                 "templateName": node.template,
                 "phase": node.phase,
                 "podName": node.pod_name,
+                "finishedAt": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(node.finished_s)),
             }
-            for node in self.status.leaves()
+            for node in self.status.nodes.values()
             if node.unsuccessful
         ]
 
@@ -227,6 +257,8 @@ class WorkflowRun:
             items = expand(call, scope, name)
         except ConfigError as error:
             return self.omit(boundary, name, call, str(error), "Error")
+        if not items:
+            return self.omit(boundary, name, call, "Skipped, empty params", "Skipped")
         nodes = tuple(
             await asyncio.gather(*(self._run_item(boundary, name + item.suffix, call, scope, item) for item in items))
         )
@@ -235,30 +267,26 @@ class WorkflowRun:
     async def _run_item(
         self, boundary: Boundary, name: str, call: Call, scope: Mapping[str, str], item: Item
     ) -> NodeStatus:
-        async with AsyncExitStack() as stack:
-            if boundary.slots is not None:
-                await stack.enter_async_context(boundary.slots)
+        place = await boundary.places.take() if boundary.places is not None else None
+        try:
             if boundary.closed or self.shutdown:
                 return self._not_started(name, call.template, self.shutdown or FAIL_FAST)
             own = {**scope, **item.scope}
             try:
-                arguments = (
-                    {key: substitute(value, own, f"{name} argument {key}") for key, value in call.arguments.items()}
-                    if self._wanted(call, own, name)
-                    else None
-                )
+                when = substitute(call.when, own, f"{name} when")
+                if when and not evaluate_bool(when, {}, WHEN):
+                    return self.omit(boundary, name, call, f"when '{when}' evaluated false", "Skipped").nodes[0]
+                arguments = {
+                    key: substitute(value, own, f"{name} argument {key}") for key, value in call.arguments.items()
+                }
             except ConfigError as error:
                 return self.omit(boundary, name, call, str(error), "Error").nodes[0]
-            if arguments is None:
-                return self.omit(boundary, name, call, f"when '{call.when}' evaluated false", "Skipped").nodes[0]
-            node = await self.run_template(name, call.template, arguments, boundary)
+            node = await self.run_template(name, call.template, arguments, boundary, place)
             boundary.note(node)
             return node
-
-    def _wanted(self, call: Call, scope: Mapping[str, str], where: str) -> bool:
-        if not call.when:
-            return True
-        return evaluate_bool(substitute(call.when, scope, f"{where} when"), {}, WHEN)
+        finally:
+            if place is not None:
+                place.leave()
 
     def _not_started(self, name: str, template: str, reason: str) -> NodeStatus:
         """Stands for a node that never came to be; it is not recorded."""
@@ -267,7 +295,12 @@ class WorkflowRun:
         )
 
     async def run_template(
-        self, name: str, template_name: str, arguments: Mapping[str, str], boundary: Boundary | None
+        self,
+        name: str,
+        template_name: str,
+        arguments: Mapping[str, str],
+        boundary: Boundary | None,
+        place: Place | None = None,
     ) -> NodeStatus:
         """Runs one node to its end, or keeps it when it succeeded in an earlier submission."""
         template = self.spec.templates[template_name]
@@ -290,7 +323,7 @@ class WorkflowRun:
             return node
         async with self.session.mutexes.hold(mutexes, lambda: bool(self.shutdown)):
             if isinstance(template.body, Container | Resource):
-                return await run_leaf(self, name, template, inputs, scope, boundary, shown)
+                return await run_leaf(self, name, template, inputs, scope, boundary, place, shown)
             node = self.begin(name, template.kind, template, parent, inputs)
             node.display_name = shown or node.display_name
             return await self._run_group(node, template, template.body, scope)
@@ -302,8 +335,7 @@ class WorkflowRun:
     async def _run_group(
         self, node: NodeStatus, template: Template, body: Dag | Steps, scope: Mapping[str, str]
     ) -> NodeStatus:
-        slots = asyncio.Semaphore(template.parallelism) if template.parallelism else None
-        boundary = Boundary(node, template.fail_fast, slots)
+        boundary = Boundary(node, template.fail_fast, Places(template.parallelism) if template.parallelism else None)
         self.transition(node, "Running")
         message = ""
         if isinstance(body, Dag):

@@ -24,9 +24,10 @@ class NodeStatus:
     """A node as Argo counts them: a pod, one attempt of a retried pod, or a group of nodes.
 
     phase: Pending, Running, Succeeded, Failed, Error, Skipped or Omitted. exit_code is "" until there is one, "-1" for
-    a pod that was deleted. error_code is that of the StepError that ended the node in place of a process, 0 without
-    one; retry expressions don't see it, as on a cluster. attempt counts from 0. Times are UTC epoch seconds. artifacts
-    map names to local paths.
+    a pod that was deleted. process_code is that of the process that failed where it belongs to a gang that this node
+    watched; folder is then that process's. error_code is that of the StepError that ended the node in place of a
+    process, 0 without one; retry expressions don't see it, as on a cluster. attempt counts from 0. Times are UTC epoch
+    seconds. artifacts map names to local paths.
     """
 
     name: str
@@ -40,6 +41,7 @@ class NodeStatus:
     outputs: dict[str, str] = field(default_factory=dict)
     artifacts: dict[str, str] = field(default_factory=dict)
     exit_code: str = ""
+    process_code: str = ""
     error_code: int = 0
     attempt: int = 0
     progress: str = ""
@@ -53,6 +55,10 @@ class NodeStatus:
     def unsuccessful(self) -> bool:
         return self.phase in UNSUCCESSFUL
 
+    @property
+    def own_code(self) -> str:
+        return self.process_code or self.exit_code
+
 
 @dataclass(slots=True, kw_only=True)
 class WorkflowStatus:
@@ -64,6 +70,7 @@ class WorkflowStatus:
     message: str = ""
     parameters: dict[str, str] = field(default_factory=dict)
     outputs: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
     nodes: dict[str, NodeStatus] = field(default_factory=dict)
     created_s: float = 0.0
     started_s: float = 0.0
@@ -79,6 +86,15 @@ class WorkflowStatus:
     def leaves(self) -> Iterator[NodeStatus]:
         """The nodes that ran, or would run, as pods, attempts of retried ones one by one."""
         return (node for node in self.nodes.values() if node.type == "Pod")
+
+    def kubernetes_labels(self) -> dict[str, str]:
+        """The object's labels with those that Argo's controller keeps."""
+        completed = "true" if self.phase in COMPLETED else "false"
+        return {
+            **self.labels,
+            "workflows.argoproj.io/completed": completed,
+            "workflows.argoproj.io/phase": self.phase,
+        }
 
     def kubernetes_status(self) -> dict[str, Any]:
         """The part of the object's `status` that conditions and jsonPath of resource templates read."""
