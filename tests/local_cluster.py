@@ -13,7 +13,7 @@ OUTPUTS = "/tmp/moerl/outputs"
 
 # What the tests' steps do, chosen by the first argument. Each run of a step leaves a line in $TRACE.
 STEP = """
-import json, os, signal, sys, time
+import json, os, re, signal, sys, time
 from pathlib import Path
 
 verb, *arguments = sys.argv[1:]
@@ -51,6 +51,10 @@ elif verb == "rank":  # tells its place; rank arguments[1] ends with code argume
     (outputs / ("rank-" + os.environ["RANK"])).write_text(json.dumps({name: os.environ[name] for name in names}))
     if os.environ["ATTEMPT"] == restart:
         if os.environ["RANK"] == rank:
+            restarted = re.search(r"(-restart-\\d+)?$", outputs.parent.name)[0]
+            pattern, others = f"*-[0-9]{restarted}/outputs/started-*", int(os.environ["WORLD_SIZE"]) - 1
+            while len(list(outputs.parents[1].glob(pattern))) < others:
+                time.sleep(0.01)  # what the others do shall not depend on who comes first
             print("the reason")
             sys.exit(int(code))
         def drain(*_):

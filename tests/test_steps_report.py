@@ -5,7 +5,10 @@ from pathlib import Path
 from mlflow import MlflowClient
 
 from steps import paths
-from tests.fixtures_steps import RUN, StepRunner
+from tests.fixtures_steps import RUN, TINY_CONFIG, StepRunner
+
+PATIENT = TINY_CONFIG + "[tracking]\nbudget_s = 60.0\n"
+"""On a busy machine MLflow's first connection to a new database may take longer than the default budget."""
 
 
 def tracked_run(uri: str) -> tuple[MlflowClient, str]:
@@ -19,7 +22,7 @@ def test_training_goes_on_without_a_tracking_server_and_the_spool_is_replayed_la
     steps: StepRunner, tmp_path: Path
 ) -> None:
     steps.env["MLFLOW_TRACKING_URI"] = "http://127.0.0.1:9"
-    steps.init()
+    steps.init(PATIENT)
     steps.iterate(1)
     assert "3 records wait in the spool" in steps.step("report").log
     uri = f"sqlite:///{tmp_path}/mlflow.db"
@@ -35,7 +38,7 @@ def test_training_goes_on_without_a_tracking_server_and_the_spool_is_replayed_la
 def test_one_run_holds_parameters_once_and_a_resumed_campaign_goes_on_in_it(steps: StepRunner, tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     steps.env["MLFLOW_TRACKING_URI"] = uri
-    steps.init()
+    steps.init(PATIENT)
     steps.iterate(1)
     assert steps.run(["steps.report", "--run", RUN]).code == 0
     steps.iterate(2)
