@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moe.placement import Piece
 
@@ -61,3 +62,22 @@ class Holder:
 
 def zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def tied_model() -> PreTrainedModel:
+    """A tiny Qwen3-MoE whose output weights are its embeddings."""
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=16,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        tie_word_embeddings=True,
+    )
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from moe.checkpoint import MODEL_PREFIX, model_files, save_trainer_state
 from moe.checkpoint_index import STATE_FILE
@@ -20,7 +20,7 @@ from moe.model import build_model, load_model
 from moe.publication import save_publication, weights_sha256
 from moe.publication_weights import weight_specs
 from moe.tokenizer import build_char_tokenizer
-from tests.checkpoint_holder import Grid, Holder
+from tests.checkpoint_holder import Grid, Holder, tied_model
 from tests.ranks import run_ranks
 
 torch.set_num_threads(1)
@@ -116,20 +116,7 @@ def test_small_shards_load_as_one_model(tmp_path: Path) -> None:
 
 
 def test_tied_weights_are_written_once(tmp_path: Path) -> None:
-    config = AutoConfig.for_model(
-        "qwen3_moe",
-        vocab_size=16,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        tie_word_embeddings=True,
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    model = tied_model()
     parent = publish(model, tmp_path / "parent")
     assert "model.lm_head.weight" not in state_of(model)
     consolidate(save_alone(state_of(model), tmp_path / "state"), parent, tmp_path / "out", "float32")

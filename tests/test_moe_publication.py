@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from moe.batch import TrainingBatch
 from moe.config import LossConfig, ModelConfig, MoeConfig, OptimizerConfig, SamplingConfig, UpdateConfig
@@ -15,6 +15,7 @@ from moe.publication import save_publication, weights_sha256
 from moe.sampler import Sampler
 from moe.tokenizer import build_char_tokenizer, encode_prompt
 from moe.update import PolicyTrainer
+from tests.checkpoint_holder import tied_model
 
 torch.set_num_threads(1)
 ALPHABET = "0123456789>ab"
@@ -156,20 +157,7 @@ def test_a_bfloat16_policy_trains_in_float32_and_is_published_in_bfloat16(
 
 
 def test_tied_weights_are_written_once_in_another_dtype(tmp_path: Path) -> None:
-    config = AutoConfig.for_model(
-        "qwen3_moe",
-        vocab_size=16,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        tie_word_embeddings=True,
-    )
-    save_publication(AutoModelForCausalLM.from_config(config), build_char_tokenizer("a"), tmp_path, dtype="bfloat16")
+    save_publication(tied_model(), build_char_tokenizer("a"), tmp_path, dtype="bfloat16")
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     assert load_model(tmp_path).dtype == torch.bfloat16
 

@@ -17,7 +17,6 @@ from workflows.parameters import (
     SHARED,
     WorkflowParameter,
     names,
-    with_values,
 )
 
 SETS = {"campaign": CAMPAIGN, "iteration": ITERATION, "benchmark": BENCHMARK}
@@ -68,12 +67,3 @@ def test_what_a_parameter_lacks_is_left_out_of_the_manifests_and_an_empty_defaul
     assert set(written["run"]) == {"name", "description"}
     assert written["queue"]["value"] == ""
     assert written["rollout-capacity"]["enum"] == ["spot", "spot-then-on-demand", "on-demand"]
-
-
-def test_values_keep_the_order_of_the_parameters_and_unknown_names_are_refused() -> None:
-    assert with_values(CAMPAIGN, {"image": "i", "run": "r"}) == [
-        {"name": "run", "value": "r"},
-        {"name": "image", "value": "i"},
-    ]
-    with pytest.raises(ValueError, match="workers is not a parameter: use one of run, config"):
-        with_values(CAMPAIGN, {"workers": "2"})

@@ -13,6 +13,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from workflows import campaign, jobset
+from workflows.lint.schemas import close
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATES = REPOSITORY / "templates"
@@ -45,18 +46,6 @@ def argo_validator(kind: str) -> Draft202012Validator:
     for definition in definitions.values():
         close(definition)
     return Draft202012Validator({"$ref": f"#/definitions/{DEFINITIONS}{kind}", "definitions": definitions})
-
-
-def close(schema: dict[str, Any]) -> None:
-    """Refuse properties that are not listed; a map (no `properties`, or typed values) keeps its free keys."""
-    properties = schema.get("properties")
-    if properties and "additionalProperties" not in schema:
-        schema["additionalProperties"] = False
-    for part in (properties or {}).values():
-        close(part)
-    for key in ("items", "additionalProperties"):
-        if isinstance(schema.get(key), dict):
-            close(schema[key])
 
 
 def problems(document: dict[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 A value is text, as everywhere in Argo. Parameters of a campaign that an iteration has as well are passed on to it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -194,12 +194,3 @@ def capacity_expression(parameter: WorkflowParameter, retry_limit: int) -> str:
     given = f"workflow.parameters['{parameter.name}']"
     last = f"{given} == '{SPOT_THEN_ON_DEMAND}' && asInt(retries) >= {retry_limit}"
     return f"{{{{={given} == '{on_demand}' || {last} ? '{on_demand}' : '{spot}'}}}}"
-
-
-def with_values(parameters: Iterable[WorkflowParameter], values: Mapping[str, str]) -> list[dict[str, str]]:
-    """`arguments.parameters` of a Workflow; ValueError for a name that is not among the parameters."""
-    known = names(parameters)
-    for name in values:
-        if name not in known:
-            raise ValueError(f"{name} is not a parameter: use one of {', '.join(known)}")
-    return [{"name": name, "value": values[name]} for name in known if name in values]

@@ -106,6 +106,14 @@ def count_copies(ids_TK: Tensor, num_experts: int, group: ExpertGroup) -> Tensor
     )
 
 
+def library_details(library: Any) -> dict[str, str]:
+    """Version of a library's module and the file that it came from, for a transport report."""
+    return {
+        "library_version": str(getattr(library, "__version__", "unknown")),
+        "library_file": str(getattr(library, "__file__", "unknown")),
+    }
+
+
 def warm_up(group: ExpertGroup, device: torch.device) -> None:
     """Create the communicator of this very group: the libraries take torch's, which is null before a collective."""
     dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)

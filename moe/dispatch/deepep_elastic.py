@@ -76,8 +76,7 @@ class DeepEpElasticDispatcher:
         """The library that carried the tokens, and the ranks that it reaches by NVLink and by RDMA."""
         details: dict[str, str | int | float] = {
             "flavour": self._buffer_name,
-            "library_version": str(getattr(self._library, "__version__", "unknown")),
-            "library_file": str(getattr(self._library, "__file__", "unknown")),
+            **compact.library_details(self._library),
             "wire": "gin",
             "num_sms": self._moe.num_sms,
             "max_tokens_per_rank": self._moe.max_tokens_per_rank,

@@ -6,6 +6,7 @@ the weights. (DeepEP README, "Example use in inference decoding".)
 Not yet run on hardware: written against the sources named in `moe.dispatch.buffer_limits`, tested with doubles.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from moe.config import MoeConfig
 from moe.dispatch import compact
-from moe.dispatch.base import DispatchedTokens, ExpertGroup, ExpertShape, TransportReport
-from moe.dispatch.buffer_limits import BufferLimits, check, common_problems, low_latency_problems, require_usable
+from moe.dispatch.base import DispatchedTokens, ExpertGroup, ExpertShape
+from moe.dispatch.buffer_dispatcher import BufferDispatcher
+from moe.dispatch.buffer_limits import BufferLimits, low_latency_problems
 
 _WIRE_DTYPE = torch.bfloat16
 _MESSAGE_BYTES = 16
@@ -34,30 +36,23 @@ class _Received:
     dtype: torch.dtype
 
 
-class DeepEpLowLatencyDispatcher:
+class DeepEpLowLatencyDispatcher(BufferDispatcher):
     """`moe.low_latency = true` with "deepep" or "uccl_ep", over a library that has `Buffer`.
 
-    Arguments as of DeepEpV1Dispatcher. A result of `dispatch` must be combined before the second dispatch after it: the
+    Arguments as of BufferDispatcher. A result of `dispatch` must be combined before the second dispatch after it: the
     library has two buffers.
     """
+
+    mode = "low latency"
 
     def __init__(
         self, library: Any, moe: MoeConfig, group: ExpertGroup, *, requested: str, limits: BufferLimits
     ) -> None:
-        require_usable(library, group, requested)
-        self._library = library
-        self._moe = moe
-        self._group = group
-        self._requested = requested
-        self._limits = limits
-        self._buffer: Any = None
+        super().__init__(library, moe, group, requested=requested, limits=limits)
         self._buffer_shape = (0, 0)
 
-    def validate(self, shape: ExpertShape) -> None:
-        """Raise ValueError, one line, for the first limit of the low-latency kernels that `shape` breaks."""
-        casts = self._moe.exchange_dtype == "bfloat16"
-        check(common_problems(shape, self._requested, casts=casts), self._limits)
-        check(low_latency_problems(shape, self._limits, self._moe.max_tokens_per_rank), self._limits)
+    def _problems(self, shape: ExpertShape) -> Iterator[str]:
+        return low_latency_problems(shape, self._limits, self._moe.max_tokens_per_rank)
 
     def dispatch(
         self, hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, num_experts: int
@@ -113,23 +108,11 @@ class DeepEpLowLatencyDispatcher:
         output: Tensor = combined_TH
         return output.to(received.dtype)
 
-    def transport_report(self) -> TransportReport:
-        """The library that carries the tokens, the file it came from, and its settings."""
-        details: dict[str, str | int | float] = {
-            "flavour": f"{self._limits.library}, low latency",
-            "library_version": str(getattr(self._library, "__version__", "unknown")),
-            "library_file": str(getattr(self._library, "__file__", "unknown")),
-            "max_tokens_per_rank": self._moe.max_tokens_per_rank,
-        }
-        if self._buffer is not None:
-            details["rdma_buffer_bytes"] = self._buffer.num_rdma_bytes
-        return TransportReport(requested=self._requested, observed=self._limits.backend, details=details)
+    def _settings(self) -> dict[str, int]:
+        return {"max_tokens_per_rank": self._moe.max_tokens_per_rank}
 
-    def close(self) -> None:
-        """Release the library's buffer; all ranks together."""
-        if self._buffer is not None:
-            self._buffer.destroy()
-            self._buffer = None
+    def _buffer_sizes(self) -> dict[str, int]:
+        return {"rdma_buffer_bytes": self._buffer.num_rdma_bytes}
 
     def _check_inputs(self, hidden_TH: Tensor, weights_TK: Tensor) -> None:
         if torch.is_grad_enabled() and (hidden_TH.requires_grad or weights_TK.requires_grad):

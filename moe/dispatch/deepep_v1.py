@@ -6,6 +6,7 @@ the handle of its dispatch (DeepEP README, "Example use in model training or inf
 Not yet run on hardware: written against the sources named in `moe.dispatch.buffer_limits`, tested with doubles.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,44 +15,27 @@ from torch import Tensor
 
 from moe.config import MoeConfig
 from moe.dispatch import compact
-from moe.dispatch.base import DispatchedTokens, ExpertGroup, ExpertShape, TransportReport
-from moe.dispatch.buffer_limits import (
-    MAX_BUFFER_BYTES,
-    BufferLimits,
-    check,
-    common_problems,
-    normal_problems,
-    require_usable,
-)
+from moe.dispatch.base import DispatchedTokens, ExpertGroup, ExpertShape
+from moe.dispatch.buffer_dispatcher import BufferDispatcher
+from moe.dispatch.buffer_limits import MAX_BUFFER_BYTES, BufferLimits, normal_problems
 
 _MIN_QUEUE_PAIRS = 24
 """The library's default; between nodes it wants one for each SM."""
 
 
-class DeepEpV1Dispatcher:
-    """`moe.dispatcher` "deepep" or "uccl_ep" over a library that has `Buffer`.
+class DeepEpV1Dispatcher(BufferDispatcher):
+    """`moe.dispatcher` "deepep" or "uccl_ep" over a library that has `Buffer`; arguments as of BufferDispatcher."""
 
-    `library` is the imported module; `requested` the configured name, for the report. The buffer is made at the first
-    dispatch, by all ranks together. Raises ValueError without a process group, and for a library that is too old.
-    """
+    mode = "normal"
 
     def __init__(
         self, library: Any, moe: MoeConfig, group: ExpertGroup, *, requested: str, limits: BufferLimits
     ) -> None:
-        require_usable(library, group, requested)
-        self._library = library
-        self._moe = moe
-        self._group = group
-        self._requested = requested
-        self._limits = limits
-        self._buffer: Any = None
+        super().__init__(library, moe, group, requested=requested, limits=limits)
         self._hidden_size = 0
 
-    def validate(self, shape: ExpertShape) -> None:
-        """Raise ValueError, one line, for the first limit of the library's training kernels that `shape` breaks."""
-        casts = self._moe.exchange_dtype == "bfloat16"
-        check(common_problems(shape, self._requested, casts=casts), self._limits)
-        check(normal_problems(shape, self._limits, self._moe.num_sms), self._limits)
+    def _problems(self, shape: ExpertShape) -> Iterator[str]:
+        return normal_problems(shape, self._limits, self._moe.num_sms)
 
     def dispatch(
         self, hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, num_experts: int
@@ -71,24 +55,11 @@ class DeepEpV1Dispatcher:
         """As TokenDispatcher; weights are applied in float32, the wire carries one bfloat16 row a token and rank."""
         return compact.combine(rows_SH, dispatched)
 
-    def transport_report(self) -> TransportReport:
-        """The library that carries the tokens, the file it came from, and its settings."""
-        details: dict[str, str | int | float] = {
-            "flavour": f"{self._limits.library}, normal",
-            "library_version": str(getattr(self._library, "__version__", "unknown")),
-            "library_file": str(getattr(self._library, "__file__", "unknown")),
-            "num_sms": self._moe.num_sms,
-        }
-        if self._buffer is not None:
-            details["nvlink_buffer_bytes"] = self._buffer.num_nvl_bytes
-            details["rdma_buffer_bytes"] = self._buffer.num_rdma_bytes
-        return TransportReport(requested=self._requested, observed=self._limits.backend, details=details)
+    def _settings(self) -> dict[str, int]:
+        return {"num_sms": self._moe.num_sms}
 
-    def close(self) -> None:
-        """Release the library's buffer; all ranks of the group call it."""
-        if self._buffer is not None:
-            self._buffer.destroy()
-            self._buffer = None
+    def _buffer_sizes(self) -> dict[str, int]:
+        return {"nvlink_buffer_bytes": self._buffer.num_nvl_bytes, "rdma_buffer_bytes": self._buffer.num_rdma_bytes}
 
     def _open(self, hidden_TH: Tensor) -> Any:
         """The buffer, made anew when the rows are wider than it was made for; a collective operation then."""

@@ -13,7 +13,6 @@ from workflows.local.expression_values import ExpressionError
 from workflows.local.variables import UnresolvedTag, substitute
 
 TAG = re.compile(r"\{\{(=?)(.*?)\}\}", re.DOTALL)
-PLAIN_TAG = re.compile(r"\{\{([^={}][^{}]*)\}\}")
 
 LONGEST_RUN = "r" * 40
 LONGEST_ITERATION = "9" * campaign.ITERATION_DIGITS
