@@ -3,6 +3,7 @@
 #   docker build --target control -t argo-moe-rl:0.1.0-control .   # submits, watches, checks: no torch
 #   docker build --target cpu     -t argo-moe-rl:0.1.0         .   # every step, on CPU
 #   docker build --target gpu     -t argo-moe-rl:0.1.0-gpu     .   # every step, on NVIDIA GPUs, with DeepEP and EFA
+#   docker build --target engine  -t argo-moe-rl:0.1.0-engine  .   # a vLLM server and the host beside it
 #
 # requirements.lock pins every version; pyproject.toml says which of them an image needs. The OCI labels say what went in,
 # and /etc/argo-moe-rl/image.json says the same to the steps: every training attempt records it with its transport.
@@ -13,6 +14,9 @@ ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 # Must bring Python >= 3.11, and the torch of requirements.lock built for its CUDA. With nvcc: DeepEP 2 compiles its kernels
 # when they are first used.
 ARG GPU_BASE_IMAGE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel
+
+# Of rollout engines: the server with its own Python and torch. For SGLang lmsysorg/sglang:v0.5.23, and -t ...-sglang.
+ARG ENGINE_BASE_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM ${PYTHON_IMAGE} AS requirements
 WORKDIR /requirements
@@ -117,6 +121,46 @@ LABEL org.opencontainers.image.title="argo-moe-rl gpu" \
       org.opencontainers.image.base.name="${GPU_BASE_IMAGE}" \
       argo-moe-rl.target="gpu" \
       argo-moe-rl.deepep="${DEEPEP_REQUIREMENT}" \
+      argo-moe-rl.efa_installer="${EFA_INSTALLER_VERSION}"
+USER 10001:10001
+CMD ["python", "-m", "workflows", "--help"]
+
+FROM ${ENGINE_BASE_IMAGE} AS engine
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# The host that starts the server has a Python of its own, as locked: the server's torch is another one.
+ENV PATH=/opt/moerl/bin:${PATH} MOERL_ENGINE_PYTHON=/usr/bin/python3
+ENV PYTHONPATH=/app HOME=/home/moerl
+RUN useradd --uid 10001 --user-group --create-home --home-dir /home/moerl moerl
+# libfabric for what the server's NCCL sets up over EFA. Empty: the base image has it, or the cluster has no EFA.
+ARG EFA_INSTALLER_VERSION=1.50.0
+RUN if [ -n "${EFA_INSTALLER_VERSION}" ]; then \
+      apt-get update && apt-get install -y --no-install-recommends ca-certificates curl pciutils \
+      && mkdir /tmp/efa && cd /tmp/efa \
+      && curl --fail --silent --show-error --location --output installer.tar.gz \
+         "https://efa-installer.amazonaws.com/aws-efa-installer-${EFA_INSTALLER_VERSION}.tar.gz" \
+      && tar --extract --strip-components=1 --file installer.tar.gz \
+      && ./efa_installer.sh --yes --skip-kmod --skip-limit-conf --no-verify \
+      && rm -rf /tmp/efa /var/lib/apt/lists/*; \
+    fi
+WORKDIR /app
+COPY requirements.lock .
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+RUN --mount=from=requirements,source=/requirements,target=/requirements \
+    /usr/bin/python3 -m venv /opt/moerl \
+    && pip install -r /requirements/full.txt -c requirements.lock --extra-index-url "${TORCH_INDEX_URL}"
+COPY --from=sources / ./
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG ENGINE_BASE_IMAGE
+COPY <<JSON /etc/argo-moe-rl/image.json
+{"target": "engine", "version": "${VERSION}", "revision": "${REVISION}", "base": "${ENGINE_BASE_IMAGE}", "efa_installer": "${EFA_INSTALLER_VERSION}"}
+JSON
+LABEL org.opencontainers.image.title="argo-moe-rl engine" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${ENGINE_BASE_IMAGE}" \
+      argo-moe-rl.target="engine" \
       argo-moe-rl.efa_installer="${EFA_INSTALLER_VERSION}"
 USER 10001:10001
 CMD ["python", "-m", "workflows", "--help"]

@@ -28,6 +28,7 @@ from steps.config_loader import load_config
 from steps.records import Prompt
 from steps.seeds import derive_seed, draw_prompts, sample_seed
 from steps.tasks.catalog import build_dataset, load_verifier
+from steps.tasks.dataset import prompt_content
 from steps.tasks.scoring import score
 from steps.trainers import new_trainer
 
@@ -52,7 +53,9 @@ class Worker:
         model.load_state_dict(weights, assign=True)
         self._config = config
         self._tokenizer = load_tokenizer(publication)
-        self._sampler = Sampler(model, (self._tokenizer.eos_token_id,), self._tokenizer.pad_token_id)
+        self._sampler = Sampler(
+            model, (self._tokenizer.eos_token_id,), self._tokenizer.pad_token_id, tokenizer=self._tokenizer
+        )
         self._verifier = load_verifier(config.task)
         self._iteration = 0
 
@@ -63,7 +66,8 @@ class Worker:
             self._iteration = iteration
         config = self._config
         members = [(prompt, index) for prompt in prompts for index in range(config.rollout.group_size)]
-        encoded = {prompt.uid: encode_prompt(self._tokenizer, prompt.text) for prompt in prompts}
+        contents = {prompt.uid: prompt_content(config.task, prompt) for prompt in prompts}
+        encoded = {uid: encode_prompt(self._tokenizer, content) for uid, content in contents.items()}
         rows = [encoded[prompt.uid] for prompt, _ in members]
         seeds = [sample_seed(config.seed, iteration, prompt.uid, index) for prompt, index in members]
         responses = self._sampler.sample(rows, seeds, config.rollout.sampling)

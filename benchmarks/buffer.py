@@ -24,14 +24,15 @@ from typing import Any
 
 import psycopg
 
-from steps.adapters.buffer import complete_rollout
+from steps.adapters.buffer import commit_groups
 from steps.adapters.database import Database, migrate, open_database
 from steps.adapters.leases import lease_unit
 from steps.adapters.ledger import create_run, plan_iteration
 from steps.adapters.sample_rows import pack_int32, sample_values
 from steps.adapters.tables import samples
-from steps.records import Lease, Sample, WorkUnit
+from steps.records import Lease, Sample, Worker, WorkUnit
 
+WORKER = Worker(number=0, pod="pod", step_attempt_id=1)
 GROUP_SIZE = 16
 PAYLOAD_BYTES = 8192
 TOKENS = PAYLOAD_BYTES // 12
@@ -63,15 +64,15 @@ def make_samples(prompt_uids: Sequence[str]) -> list[Sample]:
 
 
 def measure_buffer(db: Database, run_id: str, units: Sequence[Sequence[str]]) -> float:
-    """Samples a second through lease_unit and complete_rollout."""
+    """Samples a second through lease_unit and commit_groups."""
     create_run(db, run_id, "{}", "hash")
     uids = [uid for unit in units for uid in unit]
     plan_iteration(db, run_id, 1, 0, [(uid, i) for i, uid in enumerate(uids)], units, 0, len(uids))
     drawn = [make_samples(unit) for unit in units]
     start_s = time.perf_counter()
     for unit_samples in drawn:
-        lease = lease_unit(db, run_id, 1, "rollout", "worker-0", 60.0)
-        assert lease is not None and complete_rollout(db, lease, unit_samples)
+        lease = lease_unit(db, run_id, 1, "rollout", WORKER, 60.0)
+        assert lease is not None and commit_groups(db, lease, unit_samples).unit_done
     return len(uids) * GROUP_SIZE / (time.perf_counter() - start_s)
 
 
@@ -79,9 +80,9 @@ def raw_rows(run_id: str, units: Sequence[Sequence[str]]) -> list[list[tuple[Any
     rows = []
     for number, uids in enumerate(units):
         unit = WorkUnit(run_id=run_id, iteration=1, kind="rollout", unit=number, prompt_uids=tuple(uids))
-        lease = Lease(unit=unit, token="", attempt=1)
+        lease = Lease(unit=unit, token="", attempt=1, worker=WORKER)
         values = [
-            {**sample_values(lease, sample), "worker": "w", "prompt_ids": pack_int32(sample.prompt_ids)}
+            {**sample_values(lease, sample), "prompt_ids": pack_int32(sample.prompt_ids)}
             for sample in make_samples(uids)
         ]
         rows.append([tuple(row[name] for name in COLUMNS) for row in values])

@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 import boto3
 
-from steps.adapters.publications import fetch_folder, upload_folder
+from steps.adapters.publications import upload_folder
+from steps.adapters.publications_cache import fetch_folder
 from steps.adapters.store import open_store
 from tests.s3_servers import join_server, leave_server, wait_until_stopped
 

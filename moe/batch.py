@@ -27,6 +27,7 @@ _DTYPES = {
 }
 _ROUTING = {"prompt_routing_PLK": "prompt_ids", "response_routing_RLK": "response_ids"}
 """Fields of an optional routing, and the flat field that each runs along."""
+_OPTIONAL = {*_ROUTING, "sampled"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +43,7 @@ class TrainingBatch:
     prompt_lens_N: Tensor
     """int32, at least 1."""
     response_ids: Tensor
-    """int32, flat over response tokens, the stop token included."""
+    """int32, flat over response tokens, the stop token included, and those of a tool or environment between turns."""
     response_lens_N: Tensor
     """int32, at least 1."""
     logprobs: Tensor
@@ -60,6 +61,8 @@ class TrainingBatch:
     to; a row of -1 is missing. None, as the responses' is, when no sample has a routing."""
     response_routing_RLK: Tensor | None = None
     """int16, of the response tokens; the row of a response's last token is missing."""
+    sampled: Tensor | None = None
+    """bool, flat: whether the policy sampled each response token; only those are trained on. None: it sampled all."""
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -68,6 +71,7 @@ class TrainingBatch:
                 raise ValueError(f"batch {name}: expected a 1-D {dtype} tensor, got {tensor.dtype} {tensor.shape}")
         self._check_lengths()
         self._check_routing()
+        self._check_sampled()
 
     def _check_lengths(self) -> None:
         for name in ("response_lens_N", "rewards_N", "reward_ok_N", "group_N"):
@@ -107,8 +111,28 @@ class TrainingBatch:
         if len(shapes) > 1:
             raise ValueError(f"batch {' and '.join(_ROUTING)}: give both, with equal layers and experts a token")
 
+    def _check_sampled(self) -> None:
+        if self.sampled is None:
+            return
+        if self.sampled.dtype != torch.bool or self.sampled.shape != self.response_ids.shape:
+            raise ValueError(
+                f"batch sampled: expected a bool for each of {len(self.response_ids)} response tokens, got "
+                f"{self.sampled.dtype} {tuple(self.sampled.shape)}"
+            )
+        if int(self.sampled_lens_N.min()) < 1:
+            raise ValueError("batch sampled: a response has no token of the policy; leave it out")
+
     def __len__(self) -> int:
         return len(self.prompt_lens_N)
+
+    @property
+    def sampled_lens_N(self) -> Tensor:
+        """int32: tokens of each response that the policy sampled."""
+        if self.sampled is None:
+            return self.response_lens_N
+        ends_N = self.response_lens_N.long().cumsum(0)
+        totals = self.sampled.cumsum(0)[ends_N - 1]
+        return totals.diff(prepend=totals.new_zeros(1)).to(torch.int32)
 
     @property
     def num_groups(self) -> int:
@@ -125,10 +149,12 @@ class TrainingBatch:
         rewards: Sequence[float | None],
         groups: Sequence[int],
         routings: Sequence[Tensor | None] = (),
+        masks: Sequence[Sequence[bool] | None] = (),
     ) -> "TrainingBatch":
         """Build a batch from N ragged rows; a reward of None means that the response has no usable reward.
 
-        `routings`: none, or for each row int16 (prompt and response tokens, layers, experts a token), or None.
+        `routings`: none, or for each row int16 (prompt and response tokens, layers, experts a token), or None. `masks`:
+        none, or for each row whether the policy sampled each response token, or None where it sampled all.
         """
 
         def flatten(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
@@ -147,17 +173,18 @@ class TrainingBatch:
             rewards_N=torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float32),
             reward_ok_N=torch.tensor([reward is not None for reward in rewards], dtype=torch.bool),
             group_N=torch.tensor(list(groups), dtype=torch.int32),
+            sampled=_flat_masks(masks, responses),
             **_flat_routing(routings, [len(row) for row in prompts], [len(row) for row in responses]),
         )
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Every field by its name, without a routing that there is not."""
+        """Every field by its name, without those that there are not."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "TrainingBatch":
         """Raises ValueError naming the missing or unknown tensors, or the field that is malformed."""
-        if wrong := sorted((tensors.keys() - _ROUTING.keys()) ^ _DTYPES.keys()):
+        if wrong := sorted((tensors.keys() - _OPTIONAL) ^ _DTYPES.keys()):
             raise ValueError(f"batch tensors: missing or unknown {wrong}; write it anew")
         return cls(**tensors)
 
@@ -173,6 +200,14 @@ class TrainingBatch:
         except Exception as error:  # safetensors raises its own SafetensorError, not exported with a stable base
             raise ValueError(f"batch: not a safetensors file ({error}); write it anew") from error
         return cls.from_tensors(tensors)
+
+
+def _flat_masks(masks: Sequence[Sequence[bool] | None], responses: Sequence[Sequence[int]]) -> Tensor | None:
+    """None when every row is the policy's own."""
+    if all(mask is None for mask in masks):
+        return None
+    rows = zip(masks, responses, strict=True)
+    return torch.tensor([bit for mask, row in rows for bit in (mask or [True] * len(row))], dtype=torch.bool)
 
 
 def _flat_routing(
@@ -213,6 +248,8 @@ class MicroBatch:
     """int64, right-padded."""
     response_mask_BR: Tensor
     """bool."""
+    sampled_BR: Tensor
+    """bool: tokens that the policy sampled."""
     flat_BR: Tensor
     """int64: position of each response token in the batch's flat fields (a repeated one where padded)."""
 
@@ -280,6 +317,7 @@ class BatchCutter:
             self._prompt_starts_N[prompts_U], batch.prompt_lens_N[prompts_U].long(), left=True
         )
         flat_BR, mask_BR = _positions(self._response_starts_N[rows_B], batch.response_lens_N[rows_B].long(), left=False)
+        sampled_BR = mask_BR if batch.sampled is None else mask_BR & batch.sampled[flat_BR]
         return MicroBatch(
             rows_B=rows_B,
             prompt_of_row_B=torch.tensor([position[first] for first in firsts], device=device),
@@ -288,6 +326,7 @@ class BatchCutter:
             prompt_flat_UP=prompt_flat_UP,
             response_ids_BR=batch.response_ids[flat_BR].long().masked_fill(~mask_BR, self._pad_id).to(device),
             response_mask_BR=mask_BR.to(device),
+            sampled_BR=sampled_BR.to(device),
             flat_BR=flat_BR,
         )
 

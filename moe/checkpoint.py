@@ -8,8 +8,9 @@ A tensor that several ranks hold alike is written by one of them. A state can be
 
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,12 +47,57 @@ class Checkpointed(Protocol):
 
 
 @dataclass(frozen=True)
-class _Written:
-    """What one rank reports to all: its files, and the pieces in them."""
+class StatePart:
+    """What one rank has written of a state: its files, and the pieces in them."""
 
     files: dict[str, WrittenFile]
     pieces: list[tuple[str, tuple[int, ...], torch.dtype, StoredPiece]]
     """(name, full shape, dtype, piece)"""
+
+
+@dataclass(frozen=True)
+class StateSnapshot:
+    """This rank's share of a state at one moment: the pieces by the file that they belong to, and the progress."""
+
+    files: dict[str, dict[str, Piece]]
+    progress: dict[str, Any]
+
+    def write(self, folder: Path) -> StatePart:
+        """Write this rank's files into `folder`; no collectives, so that a thread may do it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        part = StatePart({}, [])
+        for file, pieces in self.files.items():
+            specs = [TensorSpec(name, piece.tensor.dtype, tuple(piece.tensor.shape)) for name, piece in pieces.items()]
+            specs.sort(key=alignment_order)
+            tensors = (pieces[spec.name].tensor for spec in specs)
+            part.files[file] = write_safetensors(folder / file, specs, tensors, metadata={})
+            for spec in specs:
+                piece = pieces[spec.name]
+                stored = StoredPiece(file, piece.offset, spec.shape)
+                part.pieces.append((spec.name, piece.full_shape, spec.dtype, stored))
+        return part
+
+    def write_index(self, folder: Path, parts: Sequence[StatePart]) -> Path:
+        """Write the state.json that makes the files of all ranks a state; returns its path.
+
+        Raises ValueError when the parts don't hold every element once.
+        """
+        files = {name: file for part in parts for name, file in part.files.items()}
+        state = TrainerState(progress=self.progress, files=files, tensors=_index(parts))
+        write_json(folder / STATE_FILE, state.to_json())
+        return folder / STATE_FILE
+
+
+def take_snapshot(trainer: Checkpointed, rank: int = 0, ranks: int = 1, *, copy: bool) -> StateSnapshot:
+    """This rank's share of the state; with `copy` in the host's memory, so that training may go on meanwhile."""
+    files: dict[str, dict[str, Piece]] = defaultdict(dict)
+    for name, piece in trainer.state_pieces().items():
+        is_empty = not piece.tensor.numel() and prod(piece.full_shape) > 0
+        if not is_empty and _writer(name, piece.replicas) == piece.replica:
+            kind = "model" if name.startswith(MODEL_PREFIX) else "optimizer"
+            own = replace(piece, tensor=piece.tensor.detach().to("cpu", copy=True)) if copy else piece
+            files[f"{kind}-{rank:05d}-of-{ranks:05d}.safetensors"][name] = own
+    return StateSnapshot(dict(files), deepcopy(trainer.progress()))
 
 
 def save_trainer_state(trainer: Checkpointed, folder: Path, rank: int = 0, ranks: int = 1) -> list[Path]:
@@ -60,23 +106,15 @@ def save_trainer_state(trainer: Checkpointed, folder: Path, rank: int = 0, ranks
     All ranks call it together; each may have a folder of its own. Give each state a new folder: files of the same
     names are replaced one by one. Equal states give equal bytes.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    written = _write_pieces(trainer.state_pieces(), folder, rank, ranks)
-    paths = [folder / name for name in sorted(written.files)]
-    everyones = [written]
+    snapshot = take_snapshot(trainer, rank, ranks, copy=False)
+    part = snapshot.write(folder)
+    paths = [folder / name for name in sorted(part.files)]
+    parts = [part]
     if ranks > 1:
         gathered: list[Any] = [None] * ranks
-        dist.all_gather_object(gathered, written)
-        everyones = gathered
-    if rank == 0:
-        state = TrainerState(
-            progress=trainer.progress(),
-            files={name: file for one in everyones for name, file in one.files.items()},
-            tensors=_index(everyones),
-        )
-        write_json(folder / STATE_FILE, state.to_json())
-        paths.append(folder / STATE_FILE)
-    return paths
+        dist.all_gather_object(gathered, part)
+        parts = gathered
+    return [*paths, snapshot.write_index(folder, parts)] if rank == 0 else paths
 
 
 def load_trainer_state(trainer: Loadable, folder: Path) -> None:
@@ -103,34 +141,14 @@ def model_files(folder: Path) -> list[str]:
     return read_state(folder).files_of(MODEL_PREFIX)
 
 
-def _write_pieces(pieces: Mapping[str, Piece], folder: Path, rank: int, ranks: int) -> _Written:
-    by_file: dict[str, dict[str, Piece]] = defaultdict(dict)
-    for name, piece in pieces.items():
-        is_empty = not piece.tensor.numel() and prod(piece.full_shape) > 0
-        if not is_empty and _writer(name, piece.replicas) == piece.replica:
-            kind = "model" if name.startswith(MODEL_PREFIX) else "optimizer"
-            by_file[f"{kind}-{rank:05d}-of-{ranks:05d}.safetensors"][name] = piece
-    written = _Written({}, [])
-    for file, own in by_file.items():
-        specs = [TensorSpec(name, piece.tensor.dtype, tuple(piece.tensor.shape)) for name, piece in own.items()]
-        specs.sort(key=alignment_order)
-        tensors = (own[spec.name].tensor for spec in specs)
-        written.files[file] = write_safetensors(folder / file, specs, tensors, metadata={})
-        for spec in specs:
-            piece = own[spec.name]
-            stored = StoredPiece(file, piece.offset, spec.shape)
-            written.pieces.append((spec.name, piece.full_shape, spec.dtype, stored))
-    return written
-
-
 def _writer(name: str, replicas: int) -> int:
     """Which of the replicas of a tensor writes it: spread evenly, and known to each without a word."""
     return zlib.crc32(name.encode()) % replicas
 
 
-def _index(everyones: list[_Written]) -> dict[str, StoredTensor]:
+def _index(parts: Sequence[StatePart]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
-    for name, full_shape, dtype, piece in (entry for one in everyones for entry in one.pieces):
+    for name, full_shape, dtype, piece in (entry for part in parts for entry in part.pieces):
         before = tensors.get(name, StoredTensor(full_shape, dtype, ()))
         tensors[name] = StoredTensor(full_shape, dtype, (*before.pieces, piece))
     for name, tensor in tensors.items():

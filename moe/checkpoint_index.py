@@ -74,13 +74,13 @@ def read_state(folder: Path) -> TrainerState:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise ValueError(f"checkpoint {path}: the file is missing; the checkpoint was never finished") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"checkpoint {path}: not JSON ({error}); go back to an older checkpoint") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path}: not a trainer state of format {FORMAT}; write it anew")
     try:
         return _parse(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"checkpoint {path}: malformed ({reason}); go back to an older checkpoint") from error
 

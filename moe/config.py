@@ -90,6 +90,8 @@ class SamplingConfig:
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Smallest set of most likely tokens to draw from; below 1 the trainer scores the batch once before it starts."""
     max_prompt_tokens: Positive = 64
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, besides the stop token; the token that completes one is kept, and so is its text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,6 @@ from moe.checkpoint_reader import read_whole, verify_files
 from moe.model import empty_model
 from moe.publication import write_publication
 from moe.publication_weights import MAX_SHARD_BYTES, weight_specs
-from moe.tokenizer import load_tokenizer
 
 
 def consolidate(
@@ -20,10 +19,11 @@ def consolidate(
 ) -> None:
     """Write the publication of the weights in the trainer state `checkpoint` to `folder`, in `dtype`.
 
-    `parent` is a publication of the same model: its config.json, generation settings and tokenizer are taken over, its
-    weights are not read. `checkpoint` needs state.json and the files that `moe.checkpoint.model_files` names; they are
-    verified first. Equal weights give the bytes that `moe.publication.save_publication` writes. Peak memory is about
-    two layers in `dtype`. Raises ValueError of one line for a file that is missing or corrupt, and for another model.
+    `parent` is a publication of the same model: its config.json is taken over, its generation settings and tokenizer
+    byte by byte, its weights are not read. `checkpoint` needs state.json and the files that
+    `moe.checkpoint.model_files` names; they are verified first. Equal weights give the bytes that
+    `moe.publication.save_publication` writes. Peak memory is about two layers in `dtype`. Raises ValueError of one line
+    for a file that is missing or corrupt, and for another model.
     """
     state, model = read_state(checkpoint), empty_model(parent)
     _check(state, model, checkpoint, parent)
@@ -32,7 +32,7 @@ def consolidate(
     def read(name: str, stored: torch.dtype) -> Tensor:
         return read_whole(checkpoint, state, MODEL_PREFIX + name, stored)
 
-    write_publication(model, load_tokenizer(parent), folder, dtype, read, max_shard_bytes)
+    write_publication(model, parent, folder, dtype, read, max_shard_bytes)
 
 
 def _check(state: TrainerState, model: PreTrainedModel, checkpoint: Path, parent: Path) -> None:

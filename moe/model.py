@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -68,12 +68,18 @@ def load_model(folder: Path, dtype: str | None = None) -> PreTrainedModel:
         )
     # transformers would go on with random numbers in their place.
     if unread := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
-        raise ValueError(
-            f"model folder {folder}: weight {unread[0]} is missing or not of the shape that config.json says; "
-            "give a complete Hugging Face checkpoint folder"
-        )
+        raise ValueError(missing_weight(folder, unread[0]))
+    model._weight_conversions = None  # publish it as its family is published, not as this folder happens to be cut
     attach_dispatcher(model, MoeConfig())
     return _as_model(model)
+
+
+def missing_weight(folder: Path, name: str) -> str:
+    """What to say of a folder without one of the model's weights."""
+    return (
+        f"model folder {folder}: weight {name} is missing or not of the shape that config.json says; give a complete "
+        "Hugging Face checkpoint folder"
+    )
 
 
 def empty_model(folder: Path) -> PreTrainedModel:
@@ -113,6 +119,16 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             other.register_parameter(other_name, module.get_parameter(name))
 
 
+def place_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of a parameter, which is not trained then, or of a buffer."""
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    if attribute in module._parameters:
+        module._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[attribute] = tensor
+
+
 @torch.no_grad()
 def _initialise_buffers(model: Any) -> None:
     """Real buffers in place of those on the meta device, filled by the model's own initialisation (rotary, biases)."""
@@ -130,6 +146,8 @@ def _read_config(folder: Path) -> Any:
     with reading("config.json", folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     refuse_unsupported(config.model_type)
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"model folder {folder}: its weights are quantized; give a checkpoint in bfloat16 or float32")
     return config
 
 

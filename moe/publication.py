@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby
@@ -13,6 +14,9 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moe.checkpoint_files import tensor_bytes, write_json
+from moe.model import empty_model
+from moe.pretrained import reading
+from moe.probe import write_probe
 from moe.publication_weights import MAX_SHARD_BYTES, Read, write_weights
 
 _PROCESS_KEYS = (
@@ -24,14 +28,29 @@ _PROCESS_KEYS = (
     "local_files_only",
 )
 """Settings of the process that wrote the folder, not of the model."""
+_KEPT_FILES = (
+    "LICENSE*",
+    "added_tokens.json",
+    "chat_template.*",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tekken.json",
+    "tokenizer.*",
+    "tokenizer_config.json",
+    "vocab.*",
+)
+"""Of a folder that a model was loaded from: what its publications have byte by byte."""
 
 
 def save_publication(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: str | None = None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Path, folder: Path, dtype: str | None = None
 ) -> None:
-    """Write config.json, the tokenizer's files and safetensors with one tensor an expert (the hub's names) to `folder`.
+    """Write config.json, the tokenizer's files and safetensors under the hub's names of the family to `folder`.
 
-    The weights are written in `dtype` ("float32", "bfloat16"; None: the model's own); the model stays as it is.
+    `moe.probe` is there, too. `tokenizer` may be the Hugging Face folder that the model came from: then its tokenizer,
+    chat template and generation settings are copied. The weights are written in `dtype` ("float32", "bfloat16"; None:
+    the model's own); the model stays as it is.
 
     Raises ValueError for a `dtype` that does not exist.
     """
@@ -41,7 +60,7 @@ def save_publication(
 
 def write_publication(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | Path,
     folder: Path,
     dtype: str | None,
     read: Read,
@@ -60,33 +79,40 @@ def write_publication(
     write_weights(model, stored, read, folder, max_shard_bytes)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     _rewrite(folder / "config.json", partial(_portable_config, dtype=str(stored).removeprefix("torch.")))
-    _rewrite(folder / "tokenizer_config.json", _portable_tokenizer_config)
+    if isinstance(tokenizer, Path):
+        for kept in sorted({path for pattern in _KEPT_FILES for path in tokenizer.glob(pattern) if path.is_file()}):
+            shutil.copyfile(kept, folder / kept.name)
+    else:
+        tokenizer.save_pretrained(folder)
+        _rewrite(folder / "tokenizer_config.json", _portable_tokenizer_config)
+    if not (folder / "generation_config.json").exists():
+        model.generation_config.save_pretrained(folder)
+    write_probe(empty_model(folder), read, stored, folder)
 
 
 def weights_sha256(folder: Path) -> str:
     """SHA-256 over the weights of a folder: each tensor's name, dtype, shape and bytes, in the order of the names.
 
     It does not depend on how the tensors are spread over files. One tensor is in memory at a time. Raises ValueError
-    when the folder has no safetensors.
+    of one line when the folder has no safetensors, or a file that is none.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"weights folder {folder} has no .safetensors file: give a Hugging Face checkpoint folder")
     file_of: dict[str, Path] = {}
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            file_of.update(dict.fromkeys(opened.keys(), file))
     digest = hashlib.sha256()
-    for file, names in groupby(sorted(file_of), key=file_of.__getitem__):
-        with safe_open(file, "pt") as opened:  # one mapping at a time: its pages count as this process's memory
-            for name in names:
-                tensor = opened.get_tensor(name)
-                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-                digest.update(tensor_bytes(tensor))
-                del tensor
+    with reading("weights", folder):
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                file_of.update(dict.fromkeys(opened.keys(), file))
+        for file, names in groupby(sorted(file_of), key=file_of.__getitem__):
+            with safe_open(file, "pt") as opened:  # one mapping at a time: its pages count as this process's memory
+                for name in names:
+                    tensor = opened.get_tensor(name)
+                    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+                    digest.update(tensor_bytes(tensor))
+                    del tensor
     return digest.hexdigest()
 
 

@@ -6,7 +6,7 @@ That works on any set of tensors that is closed under its rules, and those of on
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -58,7 +58,7 @@ def write_weights(model: PreTrainedModel, dtype: torch.dtype, read: Read, folder
     memory at a time.
     """
     groups = _plan(model, weight_specs(model, dtype))
-    shards = _split([spec for group in groups for spec in group.outputs], max_shard_bytes)
+    shards = split_specs([spec for group in groups for spec in group.outputs], max_shard_bytes)
     tensors = _converted(model, groups, read)
     weight_map: dict[str, str] = {}
     for number, specs in enumerate(shards, start=1):
@@ -85,7 +85,7 @@ def _plan(model: PreTrainedModel, specs: list[TensorSpec]) -> list[_Group]:
     return groups
 
 
-def _split(specs: list[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+def split_specs(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
     """Consecutive shards; a tensor of more than `max_bytes` gets one of its own."""
     shards: list[list[TensorSpec]] = [[]]
     size_bytes = 0

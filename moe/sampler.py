@@ -10,25 +10,31 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moe.config import SamplingConfig
 from moe.decoder import build_decoder
 from moe.decoding import Decoder, DecodingSession, PromptBatch
 from moe.divergence import Diverged
+from moe.stop_strings import StopStrings
 
 _COMPACT_BELOW = 0.5
 """Finished rows are dropped from the batch when at most this share of its rows is still being sampled."""
 
 
 class SamplingStopped(Exception):
-    """The `stop` callback asked to end the batch; nothing of it is returned."""
+    """The `stop` callback asked to end the batch; nothing of it is returned. `num_tokens` were sampled in vain."""
+
+    def __init__(self, message: str, num_tokens: int = 0) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
 
 
 @dataclass(frozen=True)
 class SampledResponse:
-    """One response. `response_ids` ends with the stop token when `finish_reason` is "stop"; one float32 log-probability
-    a token, under the distribution that the token was drawn from (after temperature and top-p)."""
+    """One response. `response_ids` ends with the stop token, or the one that completes a stop string, when
+    `finish_reason` is "stop"; one float32 log-probability a token, under the distribution that the token was drawn from
+    (after temperature and top-p)."""
 
     response_ids: list[int]
     logprobs: list[float]
@@ -48,6 +54,8 @@ class _Drawn:
     """float32; 0 after the stop token."""
     routing_TBLK: Tensor | None
     """int16: the experts of each drawn token, where it was fed to the model and they are recorded; else -1."""
+    lengths: dict[int, int]
+    """Tokens of the rows that a stop string has ended."""
 
 
 class Sampler:
@@ -59,14 +67,17 @@ class Sampler:
         tokenizer_eos_ids: tuple[int, ...],
         pad_id: int,
         *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         record_routing: bool = False,
         decoder: Decoder | None = None,
     ) -> None:
-        """`record_routing`: responses come with the experts that their tokens went to.
+        """`tokenizer`: what stop strings are found with.
+
+        `record_routing`: responses come with the experts that their tokens went to.
 
         `decoder`: in place of the fastest one for the model, which reads all experts from this process's memory.
         """
-        self._model = model
+        self._model, self._tokenizer = model, tokenizer
         self._record_routing = record_routing
         self._pad_id = pad_id
         self._decoder = decoder or build_decoder(model)
@@ -92,8 +103,8 @@ class Sampler:
 
         Equal consecutive prompts (a group) are prefilled once. `greedy` takes the most likely token; its
         log-probability is still the one under temperature and top-p. Raises SamplingStopped when `stop`, polled each
-        decode step, returns True, ValueError for a prompt that is empty or too long, and Diverged when
-        log-probabilities are not finite.
+        decode step, returns True, ValueError for a prompt that is empty or too long and for stop strings without a fast
+        tokenizer, and Diverged when log-probabilities are not finite.
         """
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds: {len(seeds)} for {len(prompts)} prompts; give one a prompt")
@@ -108,7 +119,7 @@ class Sampler:
             drawn = self._decode(session, seeds, cfg, greedy, stop)
         finally:
             self._model.train(was_training)
-        responses = self._responses(drawn.tokens_TB, drawn.logprobs_TB)
+        responses = self._responses(drawn)
         if session.routing is None or drawn.routing_TBLK is None:
             return responses
         prompt_UPLK = session.routing.prompt_UPLK.cpu()
@@ -173,15 +184,24 @@ class Sampler:
             routing_TBLK = session.routing.prompt_UPLK.new_full((cfg.max_new_tokens, batch, *shape_LK), -1)
         rows = torch.arange(batch, device=device)
         finished = torch.zeros(batch, dtype=torch.bool, device=device)
+        num_live, num_drawn = batch, 0
+        stop_strings = StopStrings(self._tokenizer, cfg.stop, batch) if cfg.stop else None
+        lengths: dict[int, int] = {}
         for t in range(cfg.max_new_tokens):
             if stop is not None and stop():
-                raise SamplingStopped(f"sampling stopped after {t} of {cfg.max_new_tokens} tokens")
+                raise SamplingStopped(f"sampling stopped after {t} of {cfg.max_new_tokens} tokens", num_drawn)
             logprobs_BV = sampling_logprobs(session.logits_BV, cfg.temperature, cfg.top_p)
             token_B1 = logprobs_BV.argmax(-1, keepdim=True) if greedy else _draw(logprobs_BV, uniforms_TB[t])
             tokens_B = token_B1.squeeze(1)
             tokens_TB[t].index_copy_(0, rows, tokens_B)
             logprobs_TB[t].index_copy_(0, rows, logprobs_BV.gather(1, token_B1).squeeze(1))
             finished |= self._is_stop_V.index_select(0, tokens_B)
+            if stop_strings is not None:
+                drawn = zip(rows.tolist(), tokens_B.tolist(), finished.tolist(), strict=True)
+                ended = [not is_finished and stop_strings.ends(row, token) for row, token, is_finished in drawn]
+                finished |= torch.tensor(ended, device=device)
+                lengths |= dict.fromkeys(rows[torch.tensor(ended, device=device)].tolist(), t + 1)
+            num_drawn += num_live
             num_live = len(rows) - int(finished.sum())
             if num_live == 0 or t + 1 == cfg.max_new_tokens:
                 break
@@ -193,17 +213,22 @@ class Sampler:
             session.step(tokens_B)
             if session.routing is not None and routing_TBLK is not None:
                 routing_TBLK[t].index_copy_(0, rows, session.routing.step_BLK)
-        return _Drawn(tokens_TB, logprobs_TB, routing_TBLK)
+        return _Drawn(tokens_TB, logprobs_TB, routing_TBLK, lengths)
 
-    def _responses(self, tokens_TB: Tensor, logprobs_TB: Tensor) -> list[SampledResponse]:
-        if not bool(torch.isfinite(logprobs_TB).all()):
+    def _responses(self, drawn: _Drawn) -> list[SampledResponse]:
+        if not bool(torch.isfinite(drawn.logprobs_TB).all()):
             raise Diverged("model: log-probabilities are not finite; the weights diverged, use an earlier version")
-        rows = zip(tokens_TB.t().tolist(), logprobs_TB.t().tolist(), strict=True)
-        return [_cut(tokens, logprobs, self._stop_ids) for tokens, logprobs in rows]
+        rows = zip(drawn.tokens_TB.t().tolist(), drawn.logprobs_TB.t().tolist(), strict=True)
+        return [
+            _cut(tokens, logprobs, self._stop_ids, drawn.lengths.get(row))
+            for row, (tokens, logprobs) in enumerate(rows)
+        ]
 
 
-def _cut(tokens: list[int], logprobs: list[float], stop_ids: frozenset[int]) -> SampledResponse:
-    length = next((index + 1 for index, token in enumerate(tokens) if token in stop_ids), None)
+def _cut(tokens: list[int], logprobs: list[float], stop_ids: frozenset[int], length: int | None) -> SampledResponse:
+    """`length`: of a response that a stop string has ended."""
+    if length is None:
+        length = next((index + 1 for index, token in enumerate(tokens) if token in stop_ids), None)
     reason: Literal["stop", "length"] = "length" if length is None else "stop"
     return SampledResponse(tokens[:length], logprobs[:length], reason)
 

@@ -1,14 +1,17 @@
 """Character-level tokenizers for models built from scratch, and text to token ids for any tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from moe.pretrained import reading
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+PromptContent = str | Sequence[Mapping[str, str]]
+"""Plain text, or the messages (`role`, `content`) that the tokenizer's chat template makes a text of."""
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<pad>", "<bos>", "<eos>"
 
 
@@ -58,12 +61,21 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a prompt: bos and one id a character for a character tokenizer, `tokenizer(text)` for any other.
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, content: PromptContent) -> list[int]:
+    """Token ids of a prompt.
 
-    Text that spells a special token (such as "<eos>") stays characters under a character tokenizer. Raises ValueError
-    naming the first character that a character tokenizer does not know.
+    Of a text: bos and one id a character for a character tokenizer, `tokenizer(text)` for any other; text that spells a
+    special token (such as "<eos>") stays characters under a character tokenizer. Of messages: what the tokenizer's chat
+    template makes of them, up to where the assistant's answer begins, and no special token besides. Raises ValueError
+    naming the first character that a character tokenizer does not know, for a tokenizer without a chat template, and
+    for messages that its template refuses.
     """
+    if not isinstance(content, str):
+        return _encode_chat(tokenizer, content)
+    return _encode_text(tokenizer, content)
+
+
+def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     if not is_character_tokenizer(tokenizer):
         return list(tokenizer(text)["input_ids"])
     vocabulary = tokenizer.get_vocab()
@@ -71,6 +83,27 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     if unknown is not None:
         raise ValueError(f"prompt {text!r}: character {unknown!r} is not in the tokenizer's alphabet; add it")
     return [tokenizer.bos_token_id, *(vocabulary[character] for character in text)]
+
+
+def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"tokenizer of {tokenizer.name_or_path or 'the policy'} has no chat template; add chat_template.jinja to "
+            'its folder, or set task.prompt_format = "plain"'
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+    except TemplateError as error:
+        shown = " ".join(str(error).split())[:200]
+        raise ValueError(f"chat template of the tokenizer: it refuses {_shown(messages)}: {shown}") from None
+    # The template writes the bos token itself where the model wants one.
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _shown(messages: Sequence[Mapping[str, str]]) -> str:
+    return " ".join(f"{message['role']}: {message['content'][:20]!r}" for message in messages)[:100]
 
 
 def decode_response(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

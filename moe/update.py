@@ -229,7 +229,7 @@ class PolicyTrainer:
 
     def _mini_batch(self, shares: BatchShares, rows: Sequence[int], advantages_N: Tensor) -> MiniBatch:
         """Counts cover all usable rows; the forward pass only those that can contribute to the gradient."""
-        lens_N, usable = shares.batch.response_lens_N, _usable(shares.batch, rows)
+        lens_N, usable = shares.batch.sampled_lens_N, _usable(shares.batch, rows)
         penalties = self._loss.kl_coefficient + self._loss.entropy_coefficient + self._moe.aux_loss_coefficient
         contributing = usable if penalties > 0 else usable[advantages_N[usable] != 0]
         return MiniBatch(

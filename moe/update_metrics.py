@@ -48,13 +48,13 @@ def throughput(batch: TrainingBatch, share: float, started: float) -> dict[str, 
 
 
 def batch_statistics(batch: TrainingBatch, groups: GroupAdvantages, max_new_tokens: int) -> dict[str, float]:
-    """Rewards and advantages over usable responses, lengths in tokens over all of them."""
+    """Rewards and advantages over usable responses, lengths in sampled tokens over all of them."""
     usable_N = batch.reward_ok_N
     return {
         **_summary("critic/rewards", batch.rewards_N[usable_N]),
         **_summary("critic/advantages", groups.advantages_N[usable_N]),
-        **_summary("response_length", batch.response_lens_N),
-        "response_length/clip_ratio": float((batch.response_lens_N >= max_new_tokens).float().mean()),
+        **_summary("response_length", batch.sampled_lens_N),
+        "response_length/clip_ratio": float((batch.sampled_lens_N >= max_new_tokens).float().mean()),
         **_summary("prompt_length", batch.prompt_lens_N),
         "frac_reward_zero_std": float(groups.degenerate_K.float().mean()),
     }
@@ -67,6 +67,7 @@ def mismatch_metrics(logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, fl
     return {
         # The sampler drew the tokens: d = trainer - sampler.
         "rollout_corr/k3_kl": float(k3_kl(sampler_logprobs, logprobs).mean()),
+        "rollout_corr/logprobs_diff_max": float((logprobs - sampler_logprobs).abs().max()),
         "training/rollout_probs_diff_mean": float((logprobs.exp() - sampler_logprobs.exp()).abs().mean()),
     }
 

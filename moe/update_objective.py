@@ -19,11 +19,11 @@ class MiniBatch:
     passes: list[Pass]
     """Of this rank; empty when no row of the mini-batch can contribute to the gradient."""
     num_tokens: int
-    """Response tokens of the rows with a usable reward."""
+    """Sampled tokens of the rows with a usable reward."""
     num_sequences: int
     """Rows with a usable reward."""
     num_scored_tokens: int
-    """Response tokens of the rows that are computed."""
+    """Sampled tokens of the rows that are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def objective(
     mini_batch: MiniBatch,
 ) -> tuple[Tensor, dict[str, float]]:
     """This micro-batch's share of the mini-batch's loss, and its shares of the metrics."""
-    mask_BR, device = micro.response_mask_BR, scores.logprobs_BR.device
+    mask_BR, device = micro.sampled_BR, scores.logprobs_BR.device
 
     def rows_of(flat: Tensor) -> Tensor:
         return flat[micro.flat_BR].to(device)

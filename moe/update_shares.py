@@ -48,7 +48,8 @@ class BatchShares:
 
     def _filler(self, row: int) -> Pass:
         (micro,) = self._cutter.micro_batches([row], self._max_tokens)
-        return Pass(replace(micro, response_mask_BR=torch.zeros_like(micro.response_mask_BR)), True)
+        nothing_BR = torch.zeros_like(micro.response_mask_BR)
+        return Pass(replace(micro, response_mask_BR=nothing_BR, sampled_BR=nothing_BR), True)
 
     @torch.no_grad()
     def score(
@@ -58,7 +59,7 @@ class BatchShares:
         routing: RoutingRows | None = None,
         collected: RoutingRows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of `rows`, flat over the batch's response tokens, and which of them were computed.
+        """Log-probabilities of the sampled tokens of `rows`, flat over the response tokens, and which these are.
 
         Equal on every rank. Tokens go to the experts of `routing`; where they went is written into `collected`.
         """
@@ -68,7 +69,7 @@ class BatchShares:
             micro = own.micro
             scores = scorer.score(micro, routing=None if routing is None else micro_routing(routing, micro))
             if not own.is_filler:
-                mask_BR = micro.response_mask_BR
+                mask_BR = micro.sampled_BR
                 flat = micro.flat_BR[mask_BR.cpu()]
                 logprobs[flat] = scores.logprobs_BR[mask_BR].cpu()
                 seen[flat] = 1.0

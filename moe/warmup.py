@@ -12,7 +12,7 @@ from moe.batch import BatchCutter, TrainingBatch
 from moe.config import OptimizerConfig
 from moe.forward import ResponseScorer
 from moe.optimizer import PolicyOptimizer
-from moe.tokenizer import encode_prompt, is_character_tokenizer
+from moe.tokenizer import PromptContent, encode_prompt, is_character_tokenizer
 
 MICRO_BATCH_TOKENS = 16384
 
@@ -39,7 +39,7 @@ class WarmupResult:
 def run_warmup(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    demonstrations: Sequence[tuple[str, str]],
+    demonstrations: Sequence[tuple[PromptContent, str]],
     *,
     optimizer: OptimizerConfig,
     max_steps: int,
@@ -77,7 +77,7 @@ def run_warmup(
     return WarmupResult(steps=max_steps, reward=reward, reached=False)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> tuple[list[int], list[int]]:
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: PromptContent, answer: str) -> tuple[list[int], list[int]]:
     if is_character_tokenizer(tokenizer):
         answer_ids = encode_prompt(tokenizer, answer)[1:]
     else:

@@ -28,6 +28,7 @@ def training_batch(scored: Sequence[ScoredSample]) -> TrainingBatch:
         versions=[item.sample.versions_T for item in scored],
         rewards=[item.reward.value for item in scored],
         groups=[groups[item.sample.prompt_uid] for item in scored],
+        masks=[item.sample.mask_T for item in scored],
         routings=[None if item.sample.routing is None else to_expert_ids(item.sample.routing) for item in scored],
     )
 

@@ -14,7 +14,7 @@ from moe.dispatch.monitor import ExchangeFailed
 from moe.model import default_device, load_model
 from moe.parallel import ParallelLayout, parallelize
 from moe.sampler import Sampler
-from moe.tokenizer import encode_prompt, load_tokenizer
+from moe.tokenizer import PromptContent, encode_prompt, load_tokenizer
 from steps import gang, paths
 from steps.adapters.publications import read_pointer
 from steps.adapters.store import NotFound, open_store
@@ -26,6 +26,7 @@ from steps.gang import Member
 from steps.interruption import Interruption
 from steps.policies import fetch_publication
 from steps.seeds import sample_seed
+from steps.tasks.dataset import prompt_content
 from steps.tasks.frozen import FrozenDataset
 
 Turn = dict[str, Any]
@@ -38,7 +39,7 @@ class Workload:
 
     folder: Path
     config: RunConfig
-    texts: tuple[str, ...]
+    contents: tuple[PromptContent, ...]
     """Prompts of all ranks."""
 
 
@@ -98,8 +99,9 @@ def _load_workload(environment: StepEnvironment, run_id: str, num_prompts: int) 
     except NotFound:
         raise DataError(f"run {run_id} has no prompts yet: start it first, or name another run") from None
     uids = [frozen.train_uids[number % len(frozen.train_uids)] for number in range(num_prompts)]
-    texts = {prompt.uid: prompt.text for prompt in frozen.select(sorted(set(uids))).train}
-    return Workload(folder=folder, config=context.config, texts=tuple(texts[uid] for uid in uids))
+    task = context.config.task
+    contents = {prompt.uid: prompt_content(task, prompt) for prompt in frozen.select(sorted(set(uids))).train}
+    return Workload(folder=folder, config=context.config, contents=tuple(contents[uid] for uid in uids))
 
 
 def _sample_in_turns(member: Member, workload: Workload, dispatchers: Sequence[str], repeats: int) -> list[Turn]:
@@ -134,14 +136,14 @@ def _build_sampler(workload: Workload, moe: MoeConfig, layout: ParallelLayout) -
     model.requires_grad_(False)
     parallelize(model, moe, UpdateConfig(), layout)
     tokenizer = load_tokenizer(workload.folder)
-    return Sampler(model, (), tokenizer.pad_token_id, decoder=ForwardDecoder(model))
+    return Sampler(model, (), tokenizer.pad_token_id, tokenizer=tokenizer, decoder=ForwardDecoder(model))
 
 
 def _turn(member: Member, workload: Workload, dispatcher: str, sampler: Sampler) -> Turn:
     tokenizer, config = load_tokenizer(workload.folder), workload.config
-    share = len(workload.texts) // member.size
-    texts = workload.texts[member.rank * share : (member.rank + 1) * share]
-    encoded = [encode_prompt(tokenizer, text) for text in texts]
+    share = len(workload.contents) // member.size
+    contents = workload.contents[member.rank * share : (member.rank + 1) * share]
+    encoded = [encode_prompt(tokenizer, content) for content in contents]
     seeds = [sample_seed(config.seed, 0, f"benchmark-{member.rank}", index) for index in range(share)]
     started_s = time.perf_counter()
     responses = [response.response_ids for response in sampler.sample(encoded, seeds, config.rollout.sampling)]

@@ -37,11 +37,15 @@ class TaskConfig:
     reasoning_gym_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that task, for example {max_word_len = 4}."""
     train_path: str = ""
-    """JSONL file with `prompt`, `answer`, optional `id` and `meta` (kind jsonl)."""
+    """JSONL file, or s3:// URI of one, with `prompt`, `answer`, optional `id` and `meta` (kind jsonl)."""
     heldout_path: str = ""
-    """JSONL file of held-out rows; empty: the last `heldout_size` rows of a seeded shuffle of train_path."""
+    """The same with held-out rows; empty: the last `heldout_size` rows of a seeded shuffle of train_path."""
     verifier: str = "exact"
     """exact, numeric, math_verify, regex, per_position, reasoning_gym, or package.module:function."""
+    prompt_format: Literal["plain", "chat"] = "plain"
+    """chat: a prompt is the user's message, or the row's messages, through the tokenizer's chat template."""
+    system_prompt: str = ""
+    """Message of the system before every prompt that has none of its own (prompt_format chat)."""
     train_size: Positive = 20000
     """Prompts to generate for training (procedural and reasoning-gym tasks)."""
     heldout_size: Positive = 256
@@ -67,22 +71,61 @@ class WarmupConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """The server of rollout.engine = vllm or sglang: one for all workers of a machine, or a fleet that runs already."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    url: str = ""
+    """Addresses of running engine hosts (`python -m steps.engine_host`), separated by commas; worker n takes number n
+    modulo their count. Empty: a host is started on the node of the worker that needs one."""
+    tensor_parallel_size: Positive = 1
+    data_parallel_size: Positive = 1
+    expert_parallel: bool = False
+    """Spread the experts over all ranks of the server."""
+    all2all_backend: str = ""
+    """vLLM's --all2all-backend, SGLang's --moe-a2a-backend; empty: the engine's default."""
+    max_running_requests: Positive = 256
+    """Requests that a worker keeps in flight, and sequences that the server decodes at once."""
+    gpu_memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    """Of each GPU, for weights and key-value cache together."""
+    kv_cache_gib: Positive = 1
+    """Key-value cache of a server on CPU."""
+    start_timeout_s: PositiveFloat = 600.0
+    """A server that is not healthy by then counts as failed."""
+    request_timeout_s: PositiveFloat = 300.0
+    """A request without an answer by then makes the worker look whether the server is hung."""
+    max_restarts: NonNegative = 2
+    """Restarts of a dead or hung server during one worker's life; then the worker gives its unit back."""
+    idle_s: PositiveFloat = 300.0
+    """A server that a worker started ends when no worker has asked for anything for so long."""
+    probe_tolerance: NonNegativeFloat = 0.0
+    """Largest difference of a log-probability of the probe; 0: 1e-4 for float32 weights, 0.25 for others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
     """Sampling of one iteration's experience."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "vllm", "sglang"] = "torch"
     workers: Positive = 2
     """Pods that sample in parallel, unless whoever submits the workflow says otherwise."""
     prompts_per_iteration: Positive = 64
     group_size: Annotated[int, Field(ge=2)] = 16
     prompts_per_unit: Positive = 16
-    """Prompts of one lease, decoded as one batch."""
+    """Prompts of one lease."""
+    prompts_per_batch: NonNegative = 0
+    """Prompts of a unit that are decoded and stored together: what a killed worker loses at most. 0: all."""
     lease_s: PositiveFloat = 60.0
+    backup_after: NonNegativeFloat = 2.0
+    """An idle worker samples a unit, too, on which nothing was stored for this many times the median seconds of the
+    iteration's units (and for at least two seconds); the first to store a group wins. 0: never."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
     drain_budget_s: NonNegativeFloat = 60.0
-    """On an interruption, a unit that should end within this is finished; otherwise its lease is returned."""
+    """After a stop was asked for, the running batch is finished if it ends within this; then the lease is returned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +138,11 @@ class RewardConfig:
     """Pods that score in parallel, unless whoever submits the workflow says otherwise."""
     timeout_s: PositiveFloat = 10.0
     """Wall time for one sample; beyond it the reward status is `timeout`."""
+    sandbox: Literal["required", "best-effort", "off"] = "best-effort"
+    """What a verifier is held to, besides its time: no network, processes or secrets, few files. best-effort: what the
+    kernel can do, and the report says what that is; required: all or nothing; off: nothing, it sees the environment."""
+    memory_mib: Annotated[int, Field(ge=64)] = 4096
+    """Address space of the process that scores, unless the sandbox is off."""
     lease_s: PositiveFloat = 60.0
     shuffle: bool = False
     """Permute rewards among samples: a control that must not learn."""
@@ -123,8 +171,23 @@ class TrainConfig:
     """Processes that train together, each on its share of every mini-batch."""
     fsdp_size: NonNegative = 1
     """Ranks over which the weights that are no experts are sharded (FSDP2); 1: replicated, 0: all ranks."""
+    max_rollout_kl: NonNegativeFloat = 0.0
+    """The update fails when the k3 estimate of KL(sampler || trainer), before its first step, is above; 0: no bound."""
+    checkpoint_every: NonNegative = 0
+    """Optimizer steps between two states saved inside an update, while it goes on; 0: only when asked to stop."""
     keep_checkpoints: Positive = 2
     """Trainer states kept besides that of version 0; older ones are deleted after a publication."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishConfig:
+    """How the weights of a policy version are stored."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    full_every: Positive = 1
+    """A chain of versions has this many at most: one stored whole, the others as what changed since their parent.
+    1: every version is stored whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +233,8 @@ class RunConfig:
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,28}[a-z0-9]$")] = "reverse-digits"
     """Prefix of the run's id."""
     description: str = ""
+    platform: str = "cpu"
+    """Profile of the cluster that the sizes are made for: `moerl plan` reckons with it."""
     seed: NonNegative = 0
     iterations: Positive = 20
     task: TaskConfig = field(default_factory=TaskConfig)
@@ -180,5 +245,6 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -5,23 +5,30 @@ import re
 from collections.abc import Iterator
 
 from moe.config import layout_problems
-from steps.config import RunConfig, TaskConfig
+from steps.config import RolloutConfig, RunConfig, ServerConfig, TaskConfig
 from steps.tasks.procedural import problem_count
 
 VERIFIERS = ("exact", "numeric", "math_verify", "regex", "per_position", "reasoning_gym")
 BFLOAT16_DISPATCHERS = ("deepep", "uccl_ep", "nccl_ep")
+REPLACED_BY_VLLM = ("pplx", "naive")
+"""vLLM 0.32 takes these names for all2all_backend, warns, and uses allgather_reducescatter."""
 _ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def cross_field_problems(cfg: RunConfig) -> list[str]:
     """One line, `dotted.path = value: what is wrong and what is allowed`, for each rule that is broken."""
     problems = [*_task_problems(cfg.task), *_verifier_problems(cfg.task), *_size_problems(cfg), *_train_problems(cfg)]
-    problems += _exchange_problems(cfg)
+    problems += [*_exchange_problems(cfg), *_engine_problems(cfg.rollout)]
     from_scratch = cfg.warmup.start == "random"
     num_experts = cfg.model.num_experts if from_scratch else None
     problems += layout_problems(cfg.train.ranks, cfg.moe, cfg.train.fsdp_size, num_experts)
     if from_scratch:
         problems += cfg.model.problems()
+        if cfg.task.prompt_format == "chat":
+            problems.append(
+                'task.prompt_format = "chat": the tokenizer of a model from scratch has no chat template; name a '
+                "checkpoint as warmup.start"
+            )
         problems += _balance_problems(cfg)
         problems += _length_problems(cfg)
     return problems
@@ -32,6 +39,8 @@ def _task_problems(task: TaskConfig) -> Iterator[str]:
         yield "task.train_path is missing: task.kind = jsonl reads its rows from it"
     if task.kind == "reasoning_gym" and not task.reasoning_gym_task:
         yield "task.reasoning_gym_task is missing: name a reasoning-gym task, for example spell_backward"
+    if task.system_prompt and task.prompt_format == "plain":
+        yield 'task.system_prompt is set, but task.prompt_format = "plain" ignores it: use "chat", or remove it'
     owners = {"train_path": "jsonl", "heldout_path": "jsonl", "reasoning_gym_task": "reasoning_gym"}
     owners["reasoning_gym_options"] = "reasoning_gym"
     for name, kind in owners.items():
@@ -88,6 +97,27 @@ def _train_problems(cfg: RunConfig) -> Iterator[str]:
     for path, optimizer in (("train.optimizer", train.optimizer), ("warmup.optimizer", cfg.warmup.optimizer)):
         if max(optimizer.betas) >= 1.0:
             yield f"{path}.betas = {list(optimizer.betas)}: both must be below 1"
+
+
+def _engine_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """Settings that the rollout engine would ignore, or honour otherwise than they say."""
+    if "" in rollout.sampling.stop:
+        yield "rollout.sampling.stop: an empty string would end every response; remove it"
+    server, engine = rollout.server, f'rollout.engine = "{rollout.engine}"'
+    backend = f'rollout.server.all2all_backend = "{server.all2all_backend}"'
+    if rollout.engine == "torch" and server != ServerConfig():
+        yield f"rollout.server is set: {engine} has no server; use vllm or sglang, or remove it"
+    if rollout.engine == "sglang" and rollout.sampling.top_p < 1.0:
+        yield (
+            f"rollout.sampling.top_p = {rollout.sampling.top_p:g}: SGLang's log-probabilities leave out the "
+            "restriction to the most likely tokens; use 1, or rollout.engine = vllm"
+        )
+    if rollout.engine == "vllm" and server.all2all_backend in REPLACED_BY_VLLM:
+        yield (
+            f"{backend}: vLLM replaces it by allgather_reducescatter; use deepep_high_throughput or deepep_low_latency"
+        )
+    if server.all2all_backend and not server.expert_parallel:
+        yield f"{backend}: experts are exchanged only with rollout.server.expert_parallel = true; set it too"
 
 
 def _exchange_problems(cfg: RunConfig) -> Iterator[str]:

@@ -9,21 +9,22 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from moe.dispatch.monitor import ExchangeFailed
 from moe.divergence import Diverged
 from steps import paths
-from steps.adapters import ledger
+from steps.adapters import ledger, retries
 from steps.adapters.database import Database, open_database
 from steps.adapters.store import Store, explained_os_errors, open_store
 from steps.config import RunConfig
 from steps.config_loader import config_from_json, prepare_validation
 from steps.environment import StepEnvironment, package_versions, read_environment
 from steps.errors import ConfigError, Interrupted, StepError
-from steps.interruption import Interruption
+from steps.interruption import Interruption, Notice
+from steps.notices import watch_notices
 
 # Done at import, so that a step forked from a process that holds this module doesn't pay for it again.
 VERSIONS = package_versions()
@@ -57,6 +58,8 @@ class StepContext(RankContext):
     """What a step's body may use; of several ranks only the first has it. `metrics` ends up in the ledger's entry."""
 
     database: Database
+    attempt_id: int
+    """This process's entry in the ledger."""
     metrics: dict[str, Any]
     transport: dict[str, Any] = field(default_factory=dict)
     """How the tokens reached the experts (`moe.transport.report.collect`); in the ledger's entry, too."""
@@ -98,21 +101,14 @@ def execute(
     """
     interruption = Interruption()
     interruption.install()
+    retries.heed(interruption, step)
     try:
         paths.validate_run_id(run_id)
         environment = read_environment()
         if prepare is not None:
             prepare(environment)
         database = open_database(environment.database_url)
-        context = StepContext(
-            step=step,
-            run_id=run_id,
-            environment=environment,
-            database=database,
-            store=open_store(environment.store_uri),
-            interruption=interruption,
-            metrics={},
-        )
+        store = open_store(environment.store_uri)
         attempt_id = ledger.begin_attempt(
             database,
             run_id=run_id,
@@ -124,8 +120,19 @@ def execute(
             capacity_type=environment.capacity_type,
             provenance_json=_provenance(environment),
         )
+        context = StepContext(
+            step=step,
+            run_id=run_id,
+            environment=environment,
+            database=database,
+            attempt_id=attempt_id,
+            store=store,
+            interruption=interruption,
+            metrics={},
+        )
+        watch_notices(interruption, environment, context.say, partial(_record_notice, context))
         code, detail = run_body(body, context)
-        _close_attempt(context, attempt_id, code, detail)
+        _close_attempt(context, code, detail)
     except StepError as error:
         code = error.exit_code
         explain(step, error)
@@ -172,14 +179,33 @@ def run_body(body: Callable[[AnyContext], None], context: AnyContext) -> tuple[i
     return 0, ""
 
 
-def _close_attempt(context: StepContext, attempt_id: int, code: int, detail: str) -> None:
+def _record_notice(context: StepContext, notice: Notice) -> None:
+    """At once, since this process may be killed before its end, which records it again."""
+    try:
+        _store_notice(context, notice)
+    except StepError as error:
+        context.say(f"the notice isn't recorded yet: {error}")
+
+
+def _store_notice(context: StepContext, notice: Notice) -> None:
+    ledger.record_interruption(
+        context.database,
+        context.attempt_id,
+        notice.reason,
+        kind=notice.kind,
+        age_s=notice.age_s,
+        time_left_s=notice.time_left_s,
+    )
+
+
+def _close_attempt(context: StepContext, code: int, detail: str) -> None:
     """Write the attempt's end. A database that is away must not hide why the body failed."""
     try:
-        if context.interruption.requested:
-            ledger.record_interruption(context.database, attempt_id, context.interruption.reason or "")
+        for notice in context.interruption.notices:
+            _store_notice(context, notice)
         ledger.end_attempt(
             context.database,
-            attempt_id,
+            context.attempt_id,
             exit_code=code,
             detail=detail,
             metrics_json=json.dumps(context.metrics, sort_keys=True),

@@ -6,11 +6,13 @@ and sets the same variables. Either way a rank then calls `joined`.
 """
 
 import ctypes
+import json
 import math
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,10 +31,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from moe.dispatch.failure import LostRanks, is_lost_connection
 from moe.dispatch.monitor import ExchangeFailed, ExchangeMonitor
-from steps.errors import ConfigError, Interrupted, ServiceUnavailable
+from steps.errors import ConfigError, Interrupted, ServiceUnavailable, StepError
 
 LOST_PEER_GRACE_S = 15.0
 """How long ranks may go on after another one failed: enough to say who is missing, then they are killed."""
+TOLD_WITHIN_S = 2.0
+"""How long a rank that lost another one waits for a word about why."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """torchrun's variable: whoever started the ranks serves the store that they meet at, not rank 0."""
@@ -91,6 +95,67 @@ class World:
         dist.destroy_process_group()
 
 
+class RankFailed(StepError):
+    """Another rank failed for a reason of its own: this one ends with that rank's code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class _Failures:
+    """What ranks leave in the store that they met at about why they end."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+
+    def tell(self, code: int, reason: str) -> None:
+        word = json.dumps([code, reason])
+        _within(TOLD_WITHIN_S, lambda: self._store.set(_failed_key(self._rank), word))
+
+    def told(self, loss: str) -> RankFailed | None:
+        """The lowest other rank's, as soon as there is one; `loss` is what is known of one that had no last word."""
+        found: list[RankFailed] = []
+
+        def ask() -> None:
+            deadline_s = time.monotonic() + TOLD_WITHIN_S
+            others = [rank for rank in range(self._size) if rank != self._rank]
+            while not found and time.monotonic() < deadline_s:
+                for rank in [rank for rank in others if self._store.check([_failed_key(rank)])][:1]:
+                    code, reason = json.loads(self._store.get(_failed_key(rank)))
+                    found.append(RankFailed(f"rank {rank}: {reason}" if reason else loss, code))
+                time.sleep(0.02)
+
+        _within(TOLD_WITHIN_S, ask)
+        return found[0] if found else None
+
+
+def _within(seconds: float, action: Callable[[], object]) -> None:
+    """Do it, but wait no longer: the client of a store whose process is stopped has no timeout of its own."""
+
+    def act() -> None:
+        with suppress(RuntimeError):  # the process that serves the store is gone
+            action()
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+_failures: _Failures | None = None
+
+
+def tell_failure(code: int, reason: str) -> None:
+    """Let the other ranks know why this one ends, if they have met."""
+    if _failures is not None:
+        _failures.tell(code, reason)
+
+
+def told_failure(loss: ExchangeFailed) -> RankFailed | None:
+    """Why the rank ended that `loss` is about; None when nobody knows."""
+    return None if _failures is None else _failures.told(str(loss))
+
+
 @contextmanager
 def joined(member: Member, timeout_s: float) -> Iterator[World]:
     """Be a rank of the torch.distributed world of `member.size` processes inside the block.
@@ -114,6 +179,8 @@ def joined(member: Member, timeout_s: float) -> Iterator[World]:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
         raise ServiceUnavailable(f"rank {member.rank} of {member.size} met no others at {where}: {reason}") from None
+    global _failures
+    _failures = _Failures(store, rank, size)
     world = World(store, rank, size)
     yield world
     world.leave()  # not after an error: the others may be gone, and the process ends anyway
@@ -250,6 +317,8 @@ class _Gang:
                 code = shell_code(running.pop(rank).exitcode or 0)
                 own_codes.append(code)
                 if self._is_failure(code):
+                    if not self.stopping and code != Interrupted.exit_code and not store.check([_failed_key(rank)]):
+                        store.set(_failed_key(rank), json.dumps([code, ""]))  # it was killed: it had no last word
                     # Nobody has more to say about a rank that never came than that rank itself.
                     grace_s = LOST_PEER_GRACE_S if store.check([_joined_key(rank)]) else 0.0
                     deadline_s = min(deadline_s, time.monotonic() + grace_s)
@@ -270,6 +339,10 @@ class _Gang:
 
 def _joined_key(rank: int) -> str:
     return f"moerl/joined/{rank}"
+
+
+def _failed_key(rank: int) -> str:
+    return f"moerl/failed/{rank}"
 
 
 def _environment(member: Member, port: int) -> dict[str, str]:

@@ -4,14 +4,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
+from moe.dispatch.monitor import ExchangeFailed
 from steps import gang, paths
+from steps.adapters import retries
 from steps.adapters.store import NotFound, open_store
 from steps.config_loader import config_from_json
 from steps.entrypoint import RankContext, StepContext, execute, explain, run_body
 from steps.environment import read_environment
-from steps.errors import ConfigError, StepError
+from steps.errors import ConfigError, Interrupted, StepError
 from steps.gang import Member
 from steps.interruption import Interruption
+from steps.notices import watch_notices
 
 RankBody = Callable[[RankContext, Member], None]
 """The first rank gets a StepContext; the others, which open no database, a RankContext. It joins its gang itself."""
@@ -60,13 +63,20 @@ def _checked(body: RankBody, member: Member, context: RankContext) -> None:
     if member.size != ranks:
         message = f"train.ranks = {ranks}: {member.size} ranks were started (WORLD_SIZE); make the two equal"
         fail_together(context, ConfigError(message))
-    body(context, member)
+    try:
+        body(context, member)
+    except ExchangeFailed as loss:
+        cause = gang.told_failure(loss) if isinstance(context, StepContext) else None
+        if cause is None:
+            raise
+        raise cause from loss  # the ledger's entry is to say what the pod ends with
 
 
 def _follow(step: str, body: Callable[[RankContext], None], run_id: str) -> NoReturn:
     """Run `body` in a rank that is no attempt of its own."""
     interruption = Interruption()
     interruption.install()
+    retries.heed(interruption, step)
     try:
         paths.validate_run_id(run_id)
         environment = read_environment()
@@ -77,7 +87,10 @@ def _follow(step: str, body: Callable[[RankContext], None], run_id: str) -> NoRe
             store=open_store(environment.store_uri),
             interruption=interruption,
         )
-        code, _ = run_body(body, context)
+        watch_notices(interruption, environment, context.say)
+        code, detail = run_body(body, context)
+        if code not in (0, Interrupted.exit_code):
+            gang.tell_failure(code, detail)
     except StepError as error:
         code = error.exit_code
         explain(step, error)

@@ -1,4 +1,7 @@
-"""Policy version 0: a model from scratch or from a checkpoint, and its supervised warm-up."""
+"""Policy version 0: a model from scratch or from a checkpoint, and its supervised warm-up.
+
+A checkpoint that is published as it is, without a warm-up, is never in memory as a whole.
+"""
 
 import time
 from dataclasses import dataclass
@@ -10,7 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from moe.config import layout_problems
 from moe.experts import expert_modules
-from moe.model import attach_dispatcher, build_model, default_device, load_model, stored_dtype
+from moe.model import attach_dispatcher, build_model, default_device, empty_model, load_model, stored_dtype
+from moe.pretrained_weights import PretrainedWeights
+from moe.publication import save_publication, write_publication
+from moe.publication_weights import MAX_SHARD_BYTES
 from moe.router_load import router_modules
 from moe.routing import balance_biases
 from moe.routing_rules import weights_rule
@@ -24,7 +30,8 @@ from steps.errors import ConfigError, DataError
 from steps.policies import score_held_out
 from steps.seeds import derive_seed
 from steps.tasks.catalog import demonstrations
-from steps.tasks.dataset import Dataset
+from steps.tasks.dataset import Dataset, prompt_content
+from steps.tasks.sandbox import Scorer
 
 LIBRARIES = {"deepep": ("deep_ep", "deepep"), "uccl_ep": ("uccl", "uccl"), "nccl_ep": ("nccl", "nccl-ep")}
 """Dispatcher -> the package that it imports, and our extra that installs it."""
@@ -38,6 +45,23 @@ class InitialPolicy:
     tokenizer: PreTrainedTokenizerFast
     dtype: str
     """Of its publications; the model itself is float32, as training needs it."""
+    folder: Path | None = None
+    """The checkpoint that it came from."""
+    weights: PretrainedWeights | None = None
+    """Where the weights come from when the model, on the meta device, has none."""
+
+    def publish(self, folder: Path) -> None:
+        """Write the publication of the policy to `folder`."""
+        source = self.tokenizer if self.folder is None else self.folder
+        if self.weights is None:
+            save_publication(self.model, source, folder, self.dtype)
+        else:
+            write_publication(self.model, source, folder, self.dtype, self.weights.read, MAX_SHARD_BYTES)
+
+
+def is_streamed(config: RunConfig) -> bool:
+    """Whether version 0 is published without being in memory as a whole."""
+    return config.warmup.start != "random" and config.warmup.max_steps == 0
 
 
 def build_initial_policy(context: StepContext, config: RunConfig, dataset: Dataset) -> InitialPolicy:
@@ -48,7 +72,8 @@ def build_initial_policy(context: StepContext, config: RunConfig, dataset: Datas
     _check_library(config.moe.dispatcher)
     torch.set_num_threads(config.train.update.threads)
     policy = _random_policy(config, dataset) if config.warmup.start == "random" else _loaded_policy(context, config)
-    policy.model.to(default_device())
+    if policy.weights is None:
+        policy.model.to(default_device())
     attach_dispatcher(policy.model, config.moe)
     _check_experts(config, policy.model)
     _check_prompts(config, dataset, policy)
@@ -67,8 +92,14 @@ def _loaded_policy(context: StepContext, config: RunConfig) -> InitialPolicy:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"warmup.start = {start!r}: no config.json there; give `random` or a Hugging Face folder")
     try:
-        model = load_model(folder, dtype="float32")
-        return InitialPolicy(model=model, tokenizer=load_tokenizer(folder), dtype=stored_dtype(folder))
+        streamed = is_streamed(config)
+        return InitialPolicy(
+            model=empty_model(folder) if streamed else load_model(folder, dtype="float32"),
+            tokenizer=load_tokenizer(folder),
+            dtype=stored_dtype(folder),
+            folder=folder,
+            weights=PretrainedWeights(folder) if streamed else None,
+        )
     except ValueError as error:
         raise DataError(f"warmup.start = {start!r}: {error}") from None
 
@@ -118,7 +149,7 @@ def _check_prompts(config: RunConfig, dataset: Dataset, policy: InitialPolicy) -
     limit = config.rollout.sampling.max_prompt_tokens
     for prompt in (*dataset.train, *dataset.heldout):
         try:
-            length = len(encode_prompt(policy.tokenizer, prompt.text))
+            length = len(encode_prompt(policy.tokenizer, prompt_content(config.task, prompt)))
             if config.warmup.max_steps:
                 encode_prompt(policy.tokenizer, prompt.answer)
         except ValueError as error:
@@ -142,7 +173,7 @@ def _check_positions(config: RunConfig, policy: InitialPolicy) -> None:
         )
 
 
-def warm_up(context: StepContext, config: RunConfig, dataset: Dataset, policy: InitialPolicy) -> None:
+def warm_up(context: StepContext, config: RunConfig, dataset: Dataset, policy: InitialPolicy, scorer: Scorer) -> None:
     """Train `policy` in place on the task's answers until the held-out reward reaches `warmup.stop_reward`."""
     started_s = time.perf_counter()
     prompts = dataset.heldout[: config.evaluate.max_prompts]
@@ -150,7 +181,7 @@ def warm_up(context: StepContext, config: RunConfig, dataset: Dataset, policy: I
     def held_out_reward() -> float:
         context.interruption.check()
         engine = TorchEngine(policy.model, policy.tokenizer, policy_version=0)
-        return score_held_out(engine, prompts, config).reward_mean
+        return score_held_out(engine, prompts, config, scorer).reward_mean
 
     def report(check: WarmupProgress) -> None:
         context.progress(check.step, config.warmup.max_steps)

@@ -4,25 +4,34 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moe.publication import weights_sha256
 from steps import paths
 from steps.adapters import ledger
 from steps.adapters.engines import catalog as engines
 from steps.adapters.engines.base import Engine
-from steps.adapters.publications import fetch_files, fetch_folder, move_pointer, read_manifest, upload_folder
+from steps.adapters.publications import OtherContent, move_pointer, upload_folder
+from steps.adapters.publications_cache import fetch_files, fetch_folder
+from steps.adapters.publications_delta import Parent, upload_delta
+from steps.adapters.publications_manifest import Manifest, read_manifest
 from steps.config import GateConfig, RunConfig
+from steps.engine_fleet import load_server_engine
 from steps.entrypoint import RankContext, StepContext
 from steps.records import Evaluation, Prompt, Publication
-from steps.tasks.catalog import load_verifier
+from steps.tasks.dataset import prompt_content
 from steps.tasks.frozen import dataset_from_jsonl
-from steps.tasks.scoring import score
+from steps.tasks.sandbox import Scorer
 
 
-def load_engine(context: StepContext, policy_version: int, *, record_routing: bool = False) -> Engine:
-    """Fetch and verify the publication, and start the configured engine on it."""
-    folder = fetch_publication(context, policy_version)
-    return engines.load_engine(context.config.rollout.engine, folder, policy_version, record_routing=record_routing)
+def load_engine(context: StepContext, policy_version: int, *, worker: int = 0, record_routing: bool = False) -> Engine:
+    """The configured engine on a verified publication; Interrupted when asked to stop while a server loads it."""
+    name = context.config.rollout.engine
+    if name not in engines.SERVER_KINDS:
+        folder = fetch_publication(context, policy_version)
+        return engines.load_engine(name, folder, policy_version, record_routing=record_routing)
+    folder = fetch_publication_settings(context, policy_version)
+    return load_server_engine(context, folder, policy_version, worker=worker, record_routing=record_routing)
 
 
 def fetch_publication(context: RankContext, policy_version: int) -> Path:
@@ -44,8 +53,8 @@ def publish_folder(
 ) -> Publication:
     """Store a policy in Hugging Face layout (manifest last), record it, then move `latest` forward.
 
-    Nothing in the manifest depends on the attempt, so that a second attempt writes the same bytes and agrees with the
-    first one wherever that was killed.
+    A second attempt has the same weights and agrees with the first one wherever that was killed; the last bits of the
+    probe's log-probabilities may be those of another kind of processor.
     """
     prefix = paths.publication_prefix(context.run_id, version)
     weights = weights_sha256(folder)
@@ -57,7 +66,13 @@ def publish_folder(
         "config_hash": context.config_hash,
         "weights_sha256": weights,
     }
-    manifest = upload_folder(context.store, folder, prefix, extra)
+    try:
+        manifest = _upload(context, folder, prefix, extra, parent)
+    except OtherContent as other:
+        if other.found.extra != extra:
+            raise
+        manifest = other.found
+    context.metrics.update(size_bytes=manifest.size_bytes, stored_bytes=manifest.stored_bytes)
     publication = Publication(
         run_id=context.run_id,
         policy_version=version,
@@ -70,6 +85,17 @@ def publish_folder(
     ledger.record_publication(context.database, publication)
     point_to(context, paths.latest_key(context.run_id), publication)
     return publication
+
+
+def _upload(context: StepContext, folder: Path, prefix: str, extra: dict[str, Any], parent: int | None) -> Manifest:
+    """Whole, or as a delta to the parent while its chain is shorter than `publish.full_every`."""
+    full_every = context.config.publish.full_every
+    if parent is not None and full_every > 1:
+        parent_prefix = paths.publication_prefix(context.run_id, parent)
+        if read_manifest(context.store, parent_prefix).depth + 1 < full_every:
+            local = fetch_publication(context, parent)
+            return upload_delta(context.store, folder, prefix, extra, Parent(parent_prefix, local))
+    return upload_folder(context.store, folder, prefix, extra)
 
 
 def point_to(context: StepContext, key: str, publication: Publication) -> None:
@@ -97,21 +123,17 @@ def held_out_prompts(context: StepContext) -> list[Prompt]:
     return dataset_from_jsonl(data).heldout[: context.config.evaluate.max_prompts]
 
 
-def score_held_out(engine: Engine, prompts: Sequence[Prompt], config: RunConfig) -> HeldOutScore:
+def score_held_out(engine: Engine, prompts: Sequence[Prompt], config: RunConfig, scorer: Scorer) -> HeldOutScore:
     """Answer every prompt greedily and verify the answers."""
     started_s = time.perf_counter()
-    verifier = load_verifier(config.task)
-    rows = [engine.encode(prompt.text) for prompt in prompts]
+    rows = [engine.encode(prompt_content(config.task, prompt)) for prompt in prompts]
     responses = engine.sample(rows, [0] * len(rows), config.rollout.sampling, greedy=True)
-    total, failures = 0.0, 0
-    for prompt, response in zip(prompts, responses, strict=True):
-        status, value, _ = score(verifier, prompt, engine.decode(response.response_ids), config.reward.timeout_s)
-        total += value or 0.0
-        failures += status != "ok"
+    texts = [engine.decode(response.response_ids) for response in responses]
+    outcomes = scorer.score(list(zip(prompts, texts, strict=True)))
     return HeldOutScore(
-        reward_mean=total / len(prompts),
+        reward_mean=sum(value or 0.0 for _, value, _ in outcomes) / len(prompts),
         num_prompts=len(prompts),
-        failures=failures,
+        failures=sum(status != "ok" for status, _, _ in outcomes),
         seconds=time.perf_counter() - started_s,
     )
 
@@ -125,13 +147,13 @@ def judge(gate: GateConfig, reward: float, last_validated_reward: float | None) 
     return True, f"held-out reward {reward:.4f}"
 
 
-def evaluate_policy(context: StepContext, publication: Publication) -> Evaluation:
+def evaluate_policy(context: StepContext, publication: Publication, scorer: Scorer) -> Evaluation:
     """Score one publication, record the verdict, move `validated` when it passed. A stored verdict stands."""
     verdicts = {row.policy_version: row for row in ledger.list_evaluations(context.database, context.run_id)}
     stored = verdicts.get(publication.policy_version)
     if stored is None:
         engine = load_engine(context, publication.policy_version)
-        held_out = score_held_out(engine, held_out_prompts(context), context.config)
+        held_out = score_held_out(engine, held_out_prompts(context), context.config, scorer)
         context.metrics.update(prompts=held_out.num_prompts, failures=held_out.failures, seconds=held_out.seconds)
         passed = [row.reward_eval for _, row in sorted(verdicts.items()) if row.validated]
         validated, reason = judge(context.config.evaluate.gate, held_out.reward_mean, passed[-1] if passed else None)

@@ -14,12 +14,15 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One task item. `uid` is stable across runs: it hashes the text, the answer and the meta data."""
+    """One task item. `uid` is stable across runs: it hashes the text or messages, the answer and the meta data."""
 
     uid: str
     text: str
+    """Of several messages a transcript, `role: content` each, with empty lines between."""
     answer: str
     meta: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[dict[str, str], ...] = ()
+    """Turns of `role` and `content`; empty when the prompt is one text, the user's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +37,20 @@ class WorkUnit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Worker:
+    """Who leases units: a process in the place of worker `number` of an iteration."""
+
+    number: int
+    pod: str
+    step_attempt_id: int
+    """The process's entry in the ledger: of two in one place the one with the higher number is the successor."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.pod}/{self.number}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
     """The right to work on a unit until it expires by the database's clock; `token` fences a late owner."""
 
@@ -41,6 +58,9 @@ class Lease:
     token: str
     attempt: int
     """1 for the first lease of the unit, 2 after one was lost, ..."""
+    worker: Worker
+    is_backup: bool = False
+    """Beside the lease of another worker, which takes long: the first commit of a group wins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +80,11 @@ class SampleRouting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One response: T tokens including the stop token when there is one."""
+    """One response: T tokens including the stop token when there is one.
+
+    In a conversation of several turns the T tokens are everything after the prompt, also what a tool or an environment
+    said in between.
+    """
 
     prompt_uid: str
     sample_index: int
@@ -69,14 +93,16 @@ class Sample:
     response_ids_T: tuple[int, ...]
     response_text: str
     logprobs_T: tuple[float, ...]
-    """float32 log-probabilities of the sampled tokens under the sampling distribution."""
+    """float32 log-probabilities of the sampled tokens under the sampling distribution; 0 of others."""
     versions_T: tuple[int, ...]
-    """Policy version that produced each token."""
+    """Policy version that produced each token, of others the one that answered them."""
     finish_reason: FinishReason
     temperature: float
     top_p: float
     routing: SampleRouting | None = None
     """None unless the run replays the sampler's routing."""
+    mask_T: tuple[bool, ...] | None = None
+    """Whether the policy sampled each token; None: it sampled all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

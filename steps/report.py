@@ -50,7 +50,7 @@ def report_run(context: StepContext) -> None:
     html = _store_run_page(context, report)
     judged = [row for row in [report["initial"], *report["iterations"]] if row["reward_eval"] is not None]
     if not judged:
-        raise DataError(f"run {context.run_id} has no evaluated policy yet; run init_run to its end first")
+        raise DataError(f"run {context.run_id} has no evaluated policy yet; run init_run or evaluate first")
     last = judged[-1]
     at_the_end = len(judged) == len(report["iterations"]) + 1  # otherwise an iteration is under way
     records = [(f"{last['policy_version']:05d}-run-end", final_events(report, html))]

@@ -36,7 +36,8 @@ class Attempt:
 
     def to_json(self) -> dict[str, Any]:
         names = ("step", "worker", "attempt", "start_s", "end_s", "exit_code", "state", "capacity_type", "node", "pod")
-        return {name: getattr(self, name) for name in (*names, "detail")}
+        sandbox = {"sandbox": self.metrics["sandbox"]} if "sandbox" in self.metrics else {}
+        return {name: getattr(self, name) for name in (*names, "detail")} | sandbox
 
 
 def label_attempts(rows: Sequence[AttemptRow], interrupted_ids: set[int]) -> list[Attempt]:

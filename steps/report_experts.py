@@ -51,15 +51,24 @@ def layer_section(layers: Sequence[Mapping[str, float]]) -> str:
     return section("Expert layers", hint, table(LAYER_COLUMNS, rows))
 
 
-def transport_section(transport: Mapping[str, Any] | None) -> str:
-    """What was asked for, what was observed, and the evidence; nothing before the first update."""
+def transport_sections(row: Mapping[str, Any]) -> str:
+    """What was asked for, what was observed, and the evidence: of an iteration's update, and of its rollout engine.
+
+    Nothing of an update before the first one, nor of an engine whose experts are in one process.
+    """
+    update = _transport_section("Transport", "How the tokens reached their experts in this update.", row["transport"])
+    rollout = row.get("rollout_transport")
+    hint = "How the tokens reached their experts in the rollout engine, by its own report."
+    return update + _transport_section("Transport of rollouts", hint, rollout)
+
+
+def _transport_section(title: str, hint: str, transport: Mapping[str, Any] | None) -> str:
     if not transport:
         return ""
     values = {title: transport[key] for key, title in TRANSPORT_ROWS.items() if transport.get(key) is not None}
     values |= {f"backend: {key}": value for key, value in transport["details"].items()}
     values |= {f"version: {key}": value for key, value in transport["versions"].items()}
-    hint = "How the tokens reached their experts in this update."
-    return section("Transport", hint, pairs_table(values, ("fact", "value")))
+    return section(title, hint, pairs_table(values, ("fact", "value")))
 
 
 def exchange_section(iterations: Sequence[Mapping[str, Any]]) -> str:

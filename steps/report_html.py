@@ -9,8 +9,10 @@ from typing import Any
 
 import tomli_w
 
+from steps.report_accounting import accounting_section
 from steps.report_charts import Bar, Point, Series, heat_map, legend, line_chart, no_data, stacked_bars, timeline
-from steps.report_experts import exchange_section, layer_section, transport_section
+from steps.report_engine import engine_section
+from steps.report_experts import exchange_section, layer_section, transport_sections
 from steps.report_notes import run_notes
 from steps.report_parts import bullet_list, count_text, number_text, pairs_table, seconds_text, section, table
 from steps.report_style import PHASE_COLOURS, STYLE
@@ -40,6 +42,7 @@ def render_run_html(report: Mapping[str, Any]) -> str:
         _experts(iterations),
         exchange_section(iterations),
         section("Iterations", "Version 0 is the policy before the first update.", _iteration_table(report)),
+        accounting_section(iterations),
         _timelines(report),
         section("Notes", "", bullet_list(run_notes(report))),
         section("Configuration", f"sha256 {report['config_hash'][:12]}", _settings(report["config"])),
@@ -60,7 +63,8 @@ def render_iteration_html(report: Mapping[str, Any], iteration: int) -> str:
         section("Timeline", "Every attempt of every step. ↯ interrupted, ✕ failed.", _timeline(row["attempts"])),
         section("Expert load", "Share of routed tokens relative to a balanced share (1.00).", load),
         layer_section(row["router_layers"]),
-        transport_section(row["transport"]),
+        transport_sections(row),
+        engine_section(row),
         section("Reward so far", _reward_hint(report), _reward_chart(report)),
         section("Attempts", "", _attempt_table(row["attempts"])),
     ]
@@ -209,12 +213,11 @@ def _timeline(attempts: Sequence[Mapping[str, Any]]) -> str:
     if not attempts:
         return no_data()
     start = min(attempt["start_s"] for attempt in attempts)
-    last = max(attempt["end_s"] or attempt["start_s"] for attempt in attempts)
     bars = [
         Bar(
             row=_attempt_name(attempt),
             start_s=attempt["start_s"] - start,
-            end_s=(attempt["end_s"] or last) - start,
+            end_s=_last_moment(attempt, attempts) - start,
             colour=PHASE_COLOURS.get(attempt["step"], "--slate"),
             state=attempt["state"],
             label=_attempt_label(attempt, start),
@@ -224,13 +227,29 @@ def _timeline(attempts: Sequence[Mapping[str, Any]]) -> str:
     return timeline(bars)
 
 
+def _last_moment(attempt: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> float:
+    """The end of an attempt; of one that was killed the start of the next one, of a running one the last of all."""
+    if attempt["end_s"] is not None:
+        return float(attempt["end_s"])
+    name, number = _attempt_name(attempt), attempt["attempt"]
+    later = [other["start_s"] for other in attempts if _attempt_name(other) == name and other["attempt"] > number]
+    return float(min(later) if later else max(other["end_s"] or other["start_s"] for other in attempts))
+
+
 def _attempt_name(attempt: Mapping[str, Any]) -> str:
     worker = attempt["worker"]
     return str(attempt["step"]) if worker is None else f"{attempt['step']} {worker}"
 
 
+def _unended(attempt: Mapping[str, Any]) -> str:
+    """What an attempt without an end is; empty for one that has ended."""
+    if attempt["end_s"] is not None:
+        return ""
+    return "running" if attempt["state"] == "running" else "killed"
+
+
 def _attempt_label(attempt: Mapping[str, Any], start: float) -> str:
-    seconds = "running" if attempt["end_s"] is None else f"{attempt['end_s'] - attempt['start_s']:.2f} s"
+    seconds = _unended(attempt) or f"{attempt['end_s'] - attempt['start_s']:.2f} s"
     code = "" if attempt["exit_code"] is None else f", exit {attempt['exit_code']}"
     begin = attempt["start_s"] - start
     return f"{_attempt_name(attempt)}, attempt {attempt['attempt']}: {seconds} from {begin:.2f} s{code}"
@@ -272,7 +291,7 @@ def _attempt_table(attempts: Sequence[Mapping[str, Any]]) -> str:
         [
             escape(_attempt_name(a)),
             str(a["attempt"]),
-            number_text(a["end_s"] - a["start_s"], 2) if a["end_s"] is not None else "running",
+            _unended(a) or number_text(a["end_s"] - a["start_s"], 2),
             "–" if a["exit_code"] is None else str(a["exit_code"]),
             escape(a["capacity_type"] or "–"),
             escape(a["node"] or "–"),

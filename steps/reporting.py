@@ -3,19 +3,23 @@
     {run_id, state, wall_seconds, config_hash, final_weights_sha256, versions{...}, config{...},
      initial{...}, iterations[{...}, ...]}
 
-`initial` is the policy before the first update (version 0); it has the same keys as an iteration. Unknown values are
-None. Times are seconds; `start_s` and `end_s` are UTC seconds since the epoch by the database's clock.
+`initial` is the policy before the first update (version 0); it has the same keys as an iteration, but no `accounting`.
+Unknown values are None. Times are seconds; `start_s` and `end_s` are UTC seconds since the epoch by the database's
+clock.
 """
 
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from steps.adapters import ledger
+from steps.adapters.accounting import list_accounts
 from steps.adapters.database import Database
 from steps.records import Evaluation, Publication
 from steps.report_attempts import Attempt, covered_seconds, label_attempts, span_seconds
+from steps.report_engine import MISMATCH_ROWS
 
 INITIAL_STEP = "init_run"
 
@@ -30,6 +34,7 @@ def build_run_report(database: Database, run_id: str) -> dict[str, Any]:
     )
     evaluations = {row.policy_version: row for row in ledger.list_evaluations(database, run_id)}
     publications = {row.policy_version: row for row in ledger.list_publications(database, run_id)}
+    accounts = list_accounts(database, run_id)
     by_iteration: dict[int, list[Attempt]] = defaultdict(list)
     for attempt in attempts:
         if attempt.iteration is not None or attempt.step == INITIAL_STEP:
@@ -40,7 +45,8 @@ def build_run_report(database: Database, run_id: str) -> dict[str, Any]:
         entry = _entry(row.iteration, by_iteration[row.iteration], metrics, evaluations, publications)
         reasons = Counter(draw.drop_reason for draw in ledger.list_draws(database, run_id, row.iteration))
         reasons.pop(None, None)
-        rows.append(entry | {"sampled_from": row.policy_version, "dropped": dict(reasons)})
+        account = {"accounting": asdict(accounts[row.iteration])}
+        rows.append(entry | {"sampled_from": row.policy_version, "dropped": dict(reasons)} | account)
     last_version = max(publications, default=None)
     return {
         "run_id": run_id,
@@ -90,9 +96,13 @@ def _entry(
         "expert_max_violation": training.get("expert_max_violation"),
         "expert_load": training.get("expert_load"),
         "router_layers": mean_layers(training.get("router_steps", [])),
-        "transport": training.get("transport") or _last_transport(attempts),
+        "transport": training.get("transport") or _last_transport(attempts, "train"),
+        "rollout_transport": _last_transport(attempts, "rollout"),
+        "rollout_engine": next((a.metrics["engine"] for a in reversed(attempts) if _sampled(a)), None),
+        "rollout_mismatch": {key: value for key, value in training.get("metrics", {}).items() if key in MISMATCH_ROWS},
         "interruptions": sum(1 for attempt in attempts if attempt.interrupted),
         "retries": sum(1 for attempt in attempts if attempt.is_retry),
+        "states_passed_over": [entry["problem"] for entry in metrics.get("train_restore", {}).get("passed_over", [])],
         "weights_sha256": None if publication is None else publication.weights_sha256,
         "attempts": [attempt.to_json() for attempt in attempts],
     }
@@ -112,9 +122,14 @@ def _mean_known(rows: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(known) / len(known)
 
 
-def _last_transport(attempts: Sequence[Attempt]) -> dict[str, Any] | None:
-    """What an update that did not end well had observed: it may be why."""
-    return next((attempt.transport for attempt in reversed(attempts) if attempt.transport), None)
+def _last_transport(attempts: Sequence[Attempt], step: str) -> dict[str, Any] | None:
+    """What the step's attempts had observed, a downgrade before all else: it may be why one did not end well."""
+    seen = [attempt.transport for attempt in reversed(attempts) if attempt.step == step and attempt.transport]
+    return next((transport for transport in seen if transport["status"] == "downgrade"), seen[0] if seen else None)
+
+
+def _sampled(attempt: Attempt) -> bool:
+    return attempt.step == "rollout" and "engine" in attempt.metrics
 
 
 def _phase_seconds(attempts: Sequence[Attempt]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Score responses: lease a unit's samples, verify each under a time limit, commit the rewards in one transaction.
+"""Score responses: lease a unit's samples, verify each in a process with limits, commit the rewards in one transaction.
 
 A reward has a value and a status (ok, timeout, error): a failure is never a 0.0.
 """
@@ -15,19 +15,19 @@ from steps.config import RunConfig
 from steps.entrypoint import StepContext, execute
 from steps.leasing import work_through_units
 from steps.records import Lease, Prompt, Reward
+from steps.scorers import open_scorer
 from steps.seeds import derive_seed
-from steps.tasks.catalog import load_verifier
 from steps.tasks.frozen import dataset_from_jsonl
-from steps.tasks.scoring import score
+from steps.tasks.sandbox import Scorer
 
 
 class RewardWorker:
-    """One worker of one iteration: its verifier, its prompts, its counts."""
+    """One worker of one iteration: its scorer, its prompts, its counts."""
 
-    def __init__(self, context: StepContext, iteration: int) -> None:
+    def __init__(self, context: StepContext, iteration: int, scorer: Scorer) -> None:
         self.context = context
         self.config = context.config
-        self.verifier = load_verifier(self.config.task)
+        self.scorer = scorer
         data = context.store.get_bytes(paths.iteration_prompts_key(context.run_id, iteration))
         self.prompts: dict[str, Prompt] = {prompt.uid: prompt for prompt in dataset_from_jsonl(data).train}
         self.values: list[float] = []
@@ -37,20 +37,18 @@ class RewardWorker:
     def work(self, lease: Lease, lost: threading.Event) -> bool:
         started_s = time.perf_counter()
         unit = lease.unit
-        rewards = []
-        for sample in buffer.unit_samples(self.context.database, unit.run_id, unit.iteration, unit.prompt_uids):
-            self.context.interruption.check()
-            prompt = self.prompts[sample.prompt_uid]
-            status, value, detail = score(self.verifier, prompt, sample.response_text, self.config.reward.timeout_s)
-            rewards.append(
-                Reward(
-                    prompt_uid=sample.prompt_uid,
-                    sample_index=sample.sample_index,
-                    status=status,
-                    value=value,
-                    detail=detail,
-                )
+        samples = buffer.unit_samples(self.context.database, unit.run_id, unit.iteration, unit.prompt_uids)
+        outcomes = self.scorer.score([(self.prompts[sample.prompt_uid], sample.response_text) for sample in samples])
+        rewards = [
+            Reward(
+                prompt_uid=sample.prompt_uid,
+                sample_index=sample.sample_index,
+                status=status,
+                value=value,
+                detail=detail,
             )
+            for sample, (status, value, detail) in zip(samples, outcomes, strict=True)
+        ]
         if self.config.reward.shuffle:
             rewards = shuffle_rewards(rewards, self.config, unit.iteration, unit.unit)
         committed = buffer.complete_reward(self.context.database, lease, rewards)
@@ -72,13 +70,13 @@ def shuffle_rewards(rewards: list[Reward], config: RunConfig, iteration: int, un
 
 
 def reward(context: StepContext, iteration: int, worker: int) -> None:
-    state = RewardWorker(context, iteration)
-    try:
-        work_through_units(
-            context, "reward", iteration=iteration, worker=worker, lease_s=state.config.reward.lease_s, work=state.work
-        )
-    finally:
-        context.metrics.update(samples=len(state.values), failures=state.failures, seconds=state.seconds)
+    with open_scorer(context, context.config) as scorer:
+        state = RewardWorker(context, iteration, scorer)
+        lease_s = state.config.reward.lease_s
+        try:
+            work_through_units(context, "reward", iteration=iteration, worker=worker, lease_s=lease_s, work=state.work)
+        finally:
+            context.metrics.update(samples=len(state.values), failures=state.failures, seconds=state.seconds)
     mean = f"{sum(state.values) / len(state.values):.4f}" if state.values else "none"
     context.say(f"{len(state.values)} samples scored, mean reward {mean}, {state.failures} without a reward")
     context.output("reward-mean", mean)

@@ -68,7 +68,8 @@ def iteration_events(
         *_evaluation_metrics(row, timestamp_ms),
         Artifact(name=f"reports/iteration-{row['iteration']:05d}.html", text=html),
         Tags(values={"publication": publication_uri, "policy_version": version}),
-        *_transport_events(row),
+        *_transport_events(row, "transport"),
+        *_transport_events(row, "rollout_transport"),
         RegisteredVersion(
             name=run_id, source=publication_uri, aliases=aliases, tags={"policy_version": version, "run": run_id}
         ),
@@ -102,14 +103,14 @@ def _layer_metrics(layers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def _transport_events(row: Mapping[str, Any]) -> list[Event]:
+def _transport_events(row: Mapping[str, Any], kind: str) -> list[Event]:
     """What carried the tokens to their experts: as tags to search runs by, and whole as an artifact."""
-    transport = row["transport"]
+    transport = row.get(kind)
     if not transport:
         return []
-    tags = {f"transport.{key}": str(transport[key]) for key in ("requested", "observed", "status", "reason")}
-    tags |= {f"transport.version.{name}": str(version) for name, version in transport["versions"].items()}
-    name = f"transport/iteration-{row['iteration']:05d}.json"
+    tags = {f"{kind}.{key}": str(transport[key]) for key in ("requested", "observed", "status", "reason")}
+    tags |= {f"{kind}.version.{name}": str(version) for name, version in transport["versions"].items()}
+    name = f"{kind}/iteration-{row['iteration']:05d}.json"
     return [Tags(values=tags), Artifact(name=name, text=json.dumps(transport, indent=1, sort_keys=True))]
 
 

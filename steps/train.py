@@ -1,8 +1,9 @@
 """One policy update: read the batch, compute advantages and the loss, step the optimizer, save the trainer's state.
 
 With `train.ranks` above 1, that many processes do it together: torchrun's when it started this one, otherwise forks of
-this one. On SIGTERM the state is saved after the running optimizer step and the exit code is 75; the next attempt
-continues there and ends with the same weights, bit for bit.
+this one. Every `train.checkpoint_every` optimizer steps, and on the notice of an end that is still ahead, the state is
+saved while training goes on. On SIGTERM it is saved after the running optimizer step and the exit code is 75. However
+an attempt ended, the next one continues from the newest state and ends with the same weights and metrics, bit for bit.
 """
 
 import time
@@ -10,29 +11,23 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from moe.batch import TrainingBatch
 from moe.parallel import ParallelLayout
 from moe.update import PolicyTrainer, UpdateStopped
 from moe.update_metrics import BatchMetrics, StepMetrics
 from steps import gang, paths
 from steps.adapters import ledger
-from steps.adapters.publications import fetch_folder
-from steps.adapters.store import NotFound
+from steps.adapters.publications_cache import fetch_folder
 from steps.arguments import step_parser
 from steps.batches import load_batch
 from steps.entrypoint import RankContext, StepContext
-from steps.errors import Interrupted
+from steps.errors import DataError, Interrupted
 from steps.gang import Member
 from steps.gang_step import execute_in_ranks, fail_together
 from steps.seeds import derive_seed
-from steps.trainers import (
-    build_layout,
-    build_trainer,
-    complete_folders,
-    delete_folder,
-    is_stored,
-    restore_trainer,
-    store_trainer,
-)
+from steps.train_checkpoints import UpdateCheckpoints
+from steps.train_restore import Restoration, UpdateFinished, newest_state
+from steps.trainers import build_layout, build_trainer, delete_folder, is_stored, store_trainer
 from steps.transport_evidence import TransportEvidence
 
 
@@ -55,18 +50,10 @@ def train(context: RankContext, member: Member, iteration: int) -> None:
         layout = build_layout(context.config, member, world)
         with layout.collective("sharing the plan"):
             plan = gang.broadcast(plan)
-        try:
-            if plan is not None:
-                _update(context, layout, plan, iteration)
-        except NotFound:
-            # Another attempt may have finished meanwhile and deleted the state that this one was to continue from.
-            if not is_stored(context, prefix):
-                raise
-            if member.size > 1:
-                raise Interrupted("another attempt has finished this update; run again to go on") from None
+        if plan is not None:
+            _update(context, layout, plan, iteration)
     if isinstance(context, StepContext):
-        for partial in complete_folders(context.store, paths.partial_checkpoints_prefix(context.run_id, iteration)):
-            delete_folder(context.store, partial)
+        delete_folder(context.store, paths.partial_checkpoints_prefix(context.run_id, iteration))
         context.output("checkpoint-uri", context.store.uri_of(prefix))
 
 
@@ -76,19 +63,47 @@ def _plan(context: StepContext, iteration: int, prefix: str) -> UpdatePlan | Non
         context.say("the checkpoint of this update exists already")
         return None
     version = ledger.get_iteration(context.database, context.run_id, iteration).policy_version
-    partials = complete_folders(context.store, paths.partial_checkpoints_prefix(context.run_id, iteration))
-    start = max(partials, default=paths.checkpoint_prefix(context.run_id, version))
-    return UpdatePlan(policy_version=version, state_prefix=start)
+    return UpdatePlan(policy_version=version, state_prefix=newest_state(context, iteration, version))
 
 
 def _update(context: RankContext, layout: ParallelLayout, plan: UpdatePlan, iteration: int) -> None:
+    prefix = paths.checkpoint_prefix(context.run_id, iteration)
     trainer = build_trainer(context, layout, plan.policy_version)
-    restore_trainer(context, trainer, plan.state_prefix)
+    states = Restoration(
+        context=context, trainer=trainer, layout=layout, iteration=iteration, version=plan.policy_version
+    )
+    try:
+        states.restore(plan.state_prefix)
+    except UpdateFinished:
+        trainer.close()
+        return
     if trainer.batch_step and isinstance(context, StepContext):
         context.say(f"continuing after optimizer step {trainer.batch_step} of this batch")
     folder = fetch_folder(context.store, paths.batch_prefix(context.run_id, iteration), context.environment.cache_dir)
     batch = load_batch(folder)
     evidence = TransportEvidence(context, trainer, layout)
+    started_s = time.perf_counter()
+    with UpdateCheckpoints(context, trainer, layout, iteration) as checkpoints:
+        metrics = _run_batch(context, trainer, batch, checkpoints, evidence, iteration)
+    _refuse_mismatch(context, metrics)
+    record = train_record(metrics, len(batch), time.perf_counter() - started_s) | {"transport": evidence.collect()}
+    if isinstance(context, StepContext):
+        context.metrics.update(states_saved=checkpoints.count, saving_blocked_s=checkpoints.blocked_s)
+        if not is_stored(context, prefix):  # otherwise another attempt's numbers count, which it has recorded
+            _record(context, iteration, record)
+    store_trainer(context, trainer, prefix, layout)
+    trainer.close()
+
+
+def _run_batch(
+    context: RankContext,
+    trainer: PolicyTrainer,
+    batch: TrainingBatch,
+    checkpoints: UpdateCheckpoints,
+    evidence: TransportEvidence,
+    iteration: int,
+) -> BatchMetrics:
+    """From where the trainer is in the batch to its end; on a request to stop the state is saved and the step fails."""
 
     def on_step(step: StepMetrics) -> None:
         if isinstance(context, StepContext):
@@ -96,28 +111,29 @@ def _update(context: RankContext, layout: ParallelLayout, plan: UpdatePlan, iter
         if evidence.report is None and step.values.get("moe/sent_bytes", 0.0) > 0:
             evidence.collect()  # a wrong transport is found out now, not after hours
 
-    started_s = time.perf_counter()
     try:
-        metrics = trainer.run_batch(
+        return trainer.run_batch(
             batch,
             seed=derive_seed("update", context.config.seed, iteration),
             start_step=trainer.batch_step,
             on_step=on_step,
-            should_stop=lambda: context.interruption.requested,
+            should_stop=checkpoints.between_steps,
         )
-    except UpdateStopped as stopped:
-        _stop(context, trainer, layout, iteration, stopped.steps_done)
-    record = train_record(metrics, len(batch), time.perf_counter() - started_s) | {"transport": evidence.collect()}
-    if isinstance(context, StepContext):
-        _record(context, iteration, record)
-    store_trainer(context, trainer, paths.checkpoint_prefix(context.run_id, iteration), layout)
-    trainer.close()
+    except UpdateStopped:
+        done = checkpoints.save_now()
+        message = f"state saved after optimizer step {done} of the batch; run again to continue"
+        fail_together(context, Interrupted(message))
 
 
-def _stop(context: RankContext, trainer: PolicyTrainer, layout: ParallelLayout, iteration: int, done: int) -> None:
-    store_trainer(context, trainer, paths.partial_checkpoint_prefix(context.run_id, iteration, done), layout)
-    message = f"state saved after optimizer step {done} of the batch; run again to continue"
-    fail_together(context, Interrupted(message))
+def _refuse_mismatch(context: RankContext, metrics: BatchMetrics) -> None:
+    """DataError, on every rank alike, when the sampler was too far from the trainer; the update is not kept."""
+    bound, found = context.config.train.max_rollout_kl, metrics.values.get("rollout_corr/k3_kl", 0.0)
+    if bound and found > bound:
+        error = DataError(
+            f"rollout_corr/k3_kl = {found:.3g} is above train.max_rollout_kl = {bound:g}: the samples are not of the "
+            "policy that is trained; look at the engine's probe, its dtype and buffer.max_staleness, or raise the bound"
+        )
+        fail_together(context, error)
 
 
 def _record(context: StepContext, iteration: int, record: dict[str, Any]) -> None:

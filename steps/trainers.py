@@ -1,21 +1,35 @@
 """Trainer states in the store: build a trainer on a policy version, restore it, save it; alone or as one of ranks."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from transformers import PreTrainedModel
 
-from moe.checkpoint import Loadable, load_trainer_state, model_files, required_files, save_trainer_state
+from moe.checkpoint import (
+    Loadable,
+    StatePart,
+    StateSnapshot,
+    load_trainer_state,
+    model_files,
+    required_files,
+    take_snapshot,
+)
 from moe.checkpoint_index import STATE_FILE
 from moe.checkpoint_weights import ModelWeights
 from moe.dispatch.failure import is_lost_connection
 from moe.dispatch.monitor import ExchangeFailed
+from moe.initial_state import write_initial_state
 from moe.model import default_device, empty_model, materialize
 from moe.parallel import ParallelLayout, parallelize
+from moe.publication_weights import Read
 from moe.update import PolicyTrainer
 from steps import gang, paths
-from steps.adapters.publications import MANIFEST_NAME, fetch_files, finish_folder, upload_files
+from steps.adapters.publications import OtherContent, finish_folder, new_upload_id, upload_files
+from steps.adapters.publications_cache import fetch_files
+from steps.adapters.publications_manifest import MANIFEST_NAME, FileEntry
 from steps.adapters.store import Store
 from steps.config import RunConfig
 from steps.entrypoint import RankContext
@@ -86,20 +100,77 @@ def restore_trainer(context: RankContext, trainer: Loadable, prefix: str) -> Non
         raise DataError(f"{context.store.uri_of(prefix)}: {error}") from None
 
 
+@dataclass(frozen=True)
+class UploadedPart:
+    """What one rank has written and uploaded of a state."""
+
+    part: StatePart
+    entries: list[FileEntry]
+
+
 def store_trainer(
     context: RankContext, trainer: PolicyTrainer, prefix: str, layout: ParallelLayout | None = None
-) -> None:
-    """Write the state under `prefix`: each rank its files, then rank 0 the manifest; the same again is harmless."""
+) -> bool:
+    """Write the state under `prefix`: each rank its files, then rank 0 the manifest; the same again is harmless.
+
+    False, on rank 0, as `finish_state`.
+    """
     layout = layout or ParallelLayout.single()
+    upload_id = agree_on_upload(layout)
+    snapshot = take_snapshot(trainer, layout.rank, layout.ranks, copy=False)
+    parts = gather_parts(upload_part(context.store, snapshot, prefix, upload_id), layout)
+    return layout.rank != 0 or finish_state(context, snapshot, prefix, upload_id, parts)
+
+
+def store_initial(context: RankContext, trainer: PolicyTrainer, read: Read, prefix: str) -> None:
+    """As `store_trainer` for a trainer on the meta device that has done nothing yet; `read` gives its weights."""
+    upload_id = new_upload_id()
     with TemporaryDirectory() as temporary:
-        with layout.collective("saving the state"):
-            save_trainer_state(trainer, Path(temporary), layout.rank, layout.ranks)
-        own = upload_files(context.store, Path(temporary), prefix)
+        write_initial_state(trainer, read, Path(temporary))
+        entries = upload_files(context.store, Path(temporary), prefix, upload_id)
+    extra = {"run": context.run_id, "global_step": trainer.global_step}
+    finish_folder(context.store, prefix, upload_id, entries, extra)
+
+
+def agree_on_upload(layout: ParallelLayout) -> str:
+    """A name under which all ranks upload their files of a state."""
+    with layout.collective("naming the upload"):
+        return str(gang.broadcast(new_upload_id()))
+
+
+def upload_part(store: Store, snapshot: StateSnapshot, prefix: str, upload_id: str) -> UploadedPart:
+    """Write and upload this rank's files; no collectives, so that a thread may do it."""
+    with TemporaryDirectory() as temporary:
+        part = snapshot.write(Path(temporary))
+        return UploadedPart(part, upload_files(store, Path(temporary), prefix, upload_id))
+
+
+def gather_parts(own: UploadedPart, layout: ParallelLayout) -> list[UploadedPart]:
+    """Those of all ranks, on each."""
     with layout.collective("storing the state"):
-        entries = [entry for rank_entries in gang.gather(own) for entry in rank_entries]
-    if layout.rank == 0:
-        extra = {"run": context.run_id, "global_step": trainer.global_step}
-        finish_folder(context.store, prefix, entries, extra)
+        return gang.gather(own)
+
+
+def finish_state(
+    context: RankContext, snapshot: StateSnapshot, prefix: str, upload_id: str, parts: Sequence[UploadedPart]
+) -> bool:
+    """Rank 0, when all files are there: the index and, last, the manifest; from then on the state exists.
+
+    False when that of another attempt stands there, with other numbers (as on GPUs): it is the one that counts.
+    """
+    with TemporaryDirectory() as temporary:
+        snapshot.write_index(Path(temporary), [uploaded.part for uploaded in parts])
+        index = upload_files(context.store, Path(temporary), prefix, upload_id)
+    entries = [entry for uploaded in parts for entry in uploaded.entries]
+    extra = {"run": context.run_id, "global_step": snapshot.progress["global_step"]}
+    try:
+        finish_folder(context.store, prefix, upload_id, [*entries, *index], extra)
+    except OtherContent as other:
+        if other.found.extra != extra:
+            raise
+        context.say(f"{prefix}: another attempt, whose numbers are a little different, was first; its state counts")
+        return False
+    return True
 
 
 def fetch_model_files(context: RankContext, prefix: str) -> Path:
@@ -119,12 +190,11 @@ def complete_folders(store: Store, prefix: str) -> list[str]:
 
 
 def delete_folder(store: Store, prefix: str) -> bool:
-    """Delete a folder, its manifest first so that nobody trusts the rest; False when there was none."""
+    """Delete all below `prefix`, manifests first so that nobody trusts the rest; False when there was nothing."""
     keys = [info.key for info in store.list(prefix)]
-    manifest = f"{prefix}/{MANIFEST_NAME}"
-    if manifest in keys:
-        store.delete([manifest])
-    store.delete(key for key in keys if key != manifest)
+    manifests = [key for key in keys if key.endswith(f"/{MANIFEST_NAME}")]
+    store.delete(manifests)
+    store.delete(key for key in keys if key not in manifests)
     return bool(keys)
 
 

@@ -3,5 +3,12 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MOERL_SERVICE_DEADLINE_S", "5")  # tests of services that never come back end soon
 
-pytest_plugins = ["tests.fixtures_cluster", "tests.fixtures_s3", "tests.fixtures_postgres", "tests.fixtures_steps"]
+pytest_plugins = [
+    "tests.fixtures_cluster",
+    "tests.fixtures_s3",
+    "tests.fixtures_postgres",
+    "tests.fixtures_steps",
+    "tests.fixtures_audit",
+]

@@ -9,11 +9,13 @@ from typing import Any
 
 from sqlalchemy import event
 
-from steps.adapters.buffer import complete_reward, complete_rollout, select_batch, unit_samples
+from steps.adapters.buffer import commit_groups, complete_reward, select_batch, unit_samples
 from steps.adapters.database import Database, migrate, open_database
-from steps.adapters.leases import lease_unit
+from steps.adapters.leases import finish_unit, lease_unit, return_lease
 from steps.adapters.ledger import IterationRow, create_run, list_draws, plan_iteration
-from steps.records import Lease, Reward, RewardStatus, Sample, UnitKind
+from steps.adapters.runs import drop_open_prompts
+from steps.adapters.stragglers import drop_late_units, lease_backup
+from steps.records import Lease, Reward, RewardStatus, Sample, UnitKind, Worker
 
 
 def make_sample(uid: str, index: int, versions_T: Sequence[int] = (0, 0, 0)) -> Sample:
@@ -55,14 +57,40 @@ def plan(
     return plan_iteration(db, run_id, iteration, policy_version, prompts, units, start, start + len(uids))
 
 
-def take(db: Database, kind: UnitKind, *, run_id: str = "run-1", iteration: int = 1, lease_s: float = 60.0) -> Lease:
-    lease = lease_unit(db, run_id, iteration, kind, "worker-0", lease_s)
+def worker(number: int, step_attempt_id: int = 1) -> Worker:
+    return Worker(number=number, pod=f"pod-{number}-{step_attempt_id}", step_attempt_id=step_attempt_id)
+
+
+def take(
+    db: Database,
+    kind: UnitKind,
+    *,
+    run_id: str = "run-1",
+    iteration: int = 1,
+    lease_s: float = 60.0,
+    by: Worker | None = None,
+) -> Lease:
+    lease = lease_unit(db, run_id, iteration, kind, by or worker(0), lease_s)
     assert lease is not None
     return lease
 
 
 def roll_out(lease: Lease, versions_T: Sequence[int] = (0, 0, 0), group_size: int = 2) -> list[Sample]:
     return [make_sample(uid, index, versions_T) for uid in lease.unit.prompt_uids for index in range(group_size)]
+
+
+def complete_rollout(db: Database, lease: Lease, samples: Sequence[Sample]) -> bool:
+    """Commit samples; whether that, or an earlier call with this lease, completed the unit."""
+    outcome = commit_groups(db, lease, samples)
+    return outcome.unit_done and not outcome.lost
+
+
+def end_without_samples(db: Database, lease: Lease) -> None:
+    """A unit that is done and has nothing to score."""
+    with db.transaction() as connection:
+        reasons = {uid: "no sample" for uid in lease.unit.prompt_uids}
+        drop_open_prompts(connection, lease.unit.run_id, lease.unit.iteration, reasons)
+        finish_unit(connection, lease)
 
 
 def complete_next_rollout(db: Database, versions_T: Sequence[int] = (0, 0, 0), **where: Any) -> Lease:
@@ -109,14 +137,31 @@ def kill_before(db: Database, statement: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lease_and_complete_all(url: str, worker: str) -> list[int]:
+def lease_and_complete_all(url: str, number: int) -> list[int]:
     """Lease rollout units until there is none, complete each; returns their numbers."""
     db = open_database(url)
     numbers = []
-    while (lease := lease_unit(db, "run-1", 1, "rollout", worker, 60.0)) is not None:
+    while (lease := lease_unit(db, "run-1", 1, "rollout", worker(number), 60.0)) is not None:
         assert complete_rollout(db, lease, roll_out(lease))
         numbers.append(lease.unit.unit)
     return numbers
+
+
+def lease_once(url: str, number: int, step_attempt_id: int) -> int | None:
+    lease = lease_unit(open_database(url), "run-1", 1, "rollout", worker(number, step_attempt_id), 60.0)
+    return None if lease is None else lease.unit.unit
+
+
+def back_up_once(url: str, number: int) -> int | None:
+    lease = lease_backup(open_database(url), "run-1", 1, worker(number, number), 60.0, after=0.0, least_wait_s=0.0)
+    return None if lease is None else lease.unit.unit
+
+
+def commit_each(url: str, leases: Sequence[Lease], version: int) -> list[tuple[int, int]]:
+    """Commit each lease's unit; numbers of samples (stored, thrown away)."""
+    db = open_database(url)
+    outcomes = [commit_groups(db, lease, roll_out(lease, [version])) for lease in leases]
+    return [(outcome.committed, outcome.duplicates) for outcome in outcomes]
 
 
 def complete_lease(url: str, lease: Lease, version: int) -> bool:
@@ -144,6 +189,30 @@ def lease_and_die(url: str, lease_s: float) -> None:
 def commit_samples_and_die(url: str) -> None:
     complete_next_rollout(open_database(url))
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_lease(url: str, statement: str) -> None:
+    db = open_database(url)
+    kill_before(db, statement)
+    take(db, "rollout")
+
+
+def die_in_backup(url: str, statement: str) -> None:
+    db = open_database(url)
+    kill_before(db, statement)
+    lease_backup(db, "run-1", 1, worker(5, 5), 60.0, after=0.0, least_wait_s=0.0)
+
+
+def die_in_return(url: str, lease: Lease, statement: str) -> None:
+    db = open_database(url)
+    kill_before(db, statement)
+    return_lease(db, lease)
+
+
+def die_in_drop(url: str, statement: str) -> None:
+    db = open_database(url)
+    kill_before(db, statement)
+    drop_late_units(db, "run-1", 1, 0.0)
 
 
 def die_in_rollout(url: str, lease: Lease, statement: str) -> None:

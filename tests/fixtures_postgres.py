@@ -55,6 +55,21 @@ class PostgresServer:
         _run([_program("pg_ctl"), "stop", "-m", "immediate", "-D", f"{self.folder}/data"])
         shutil.rmtree(self.folder)
 
+    def restart(self) -> None:
+        """As after a crash: every connection breaks, and the log is replayed."""
+        self.halt()
+        self.resume()
+
+    def halt(self) -> None:
+        _check([_program("pg_ctl"), "stop", "-m", "immediate", "-D", f"{self.folder}/data"])
+
+    def resume(self) -> None:
+        """Go on after `halt` with the same port and settings."""
+        options = Path(self.folder, "options").read_text()
+        _check(
+            [_program("pg_ctl"), "start", "-w", "-D", f"{self.folder}/data", "-l", f"{self.folder}/log", "-o", options]
+        )
+
     def _administer(self, statement: str) -> None:
         conninfo = f"host=127.0.0.1 port={self.port} user=postgres password={self.password} dbname=postgres"
         with psycopg.connect(conninfo, autocommit=True, connect_timeout=5) as connection:
@@ -81,6 +96,7 @@ def start_postgres(settings: tuple[str, ...] = SETTINGS) -> PostgresServer:
             [_program("pg_ctl"), "start", "-w", "-D", f"{folder}/data", "-l", f"{folder}/log", "-o", options]
         )
         if started.returncode == 0:  # else another process took the port in between
+            (folder / "options").write_text(options)
             return PostgresServer(port, password, str(folder))
     raise RuntimeError(f"PostgreSQL didn't start: {started.stdout}{(folder / 'log').read_text()}")
 

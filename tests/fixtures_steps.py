@@ -120,7 +120,11 @@ class StepRunner:
         return [_result(code, folder) for code, folder in zip(codes, folders, strict=True)]
 
     def final_weights(self) -> str:
-        return ledger.list_publications(self.database, RUN)[-1].weights_sha256
+        return self.weights()[-1]
+
+    def weights(self) -> list[str]:
+        """SHA-256 of each version's."""
+        return [row.weights_sha256 for row in ledger.list_publications(self.database, RUN)]
 
 
 def stage_argv(stage: str, iteration: int = 1, worker: int = 0) -> list[str]:
@@ -145,3 +149,20 @@ def warm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmServer
 def steps(warm_server: WarmServer, tmp_path: Path) -> StepRunner:
     """A fresh run on a directory and SQLite, not initialised yet."""
     return StepRunner(warm_server, tmp_path, f"{tmp_path}/store", f"sqlite:///{tmp_path}/moerl.sqlite")
+
+
+@pytest.fixture(scope="session")
+def undisturbed_weights(undisturbed_versions: list[str]) -> str:
+    """What two iterations of the tiny run come to when nothing is in their way."""
+    return undisturbed_versions[-1]
+
+
+@pytest.fixture(scope="session")
+def undisturbed_versions(warm_server: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Weights of that run's versions, from 0 to 2."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    runner = StepRunner(warm_server, folder, f"{folder}/store", f"sqlite:///{folder}/moerl.sqlite")
+    assert runner.init().code == 0
+    runner.iterate(1)
+    runner.iterate(2)
+    return runner.weights()

@@ -89,6 +89,13 @@ def _resource_of(docs: Documents, template: str, **changes: Any) -> None:
         del resource[key]
 
 
+def _engines(docs: Documents, old: str, new: str, **changes: Any) -> None:
+    resource = docs.template(CAMPAIGN, "engine-pods")["resource"]
+    assert old in resource["manifest"]
+    resource["manifest"] = resource["manifest"].replace(old, new)
+    resource.update(changes)
+
+
 def _args(docs: Documents, workflow: str, template: str, old: str, new: str) -> None:
     arguments = docs.container(template, workflow)["args"]
     arguments[arguments.index(old) + 1] = new
@@ -113,6 +120,13 @@ CASES = (
     Case("object-owner", lambda docs: _resource_of(docs, "train-gang", setOwnerReference=None)),
     Case("exit-handler-missing", lambda docs: docs.of(ITERATION)["spec"].pop("onExit")),
     Case("exit-handler-missing", lambda docs: docs.of(CAMPAIGN)["spec"].pop("onExit")),
+    Case("exit-handler-missing", lambda docs: docs.template(CAMPAIGN, "delete-engines")["resource"]["flags"].pop(0)),
+    Case("object-owner", lambda docs: docs.template(CAMPAIGN, "engine-service")["resource"].pop("setOwnerReference")),
+    Case("object-created", lambda docs: _engines(docs, "", "", action="create")),
+    Case("profile-gpus", lambda docs: _engines(docs, "nvidia.com/gpu: '8'", "nvidia.com/gpu: '4'")),
+    Case("profile-environment", lambda docs: _engines(docs, "name: EP_REUSE_NCCL_COMM", "name: EP_REUSE_COMM")),
+    Case("profile-capacity", lambda docs: _engines(docs, "workflow.parameters['rollout-capacity']", "''spot''")),
+    Case("rbac-missing", lambda docs: docs.pop("RoleBinding/moerl-engines")),
     Case("child-spec", lambda docs: docs.child("spec:\n", "spec:\n  activeDeadlineSeconds: 60\n")),
     Case("gang-restarts", lambda docs: docs.gang("maxRestarts: ", "maxRestarts: 0 # ")),
     Case("gang-restarts", lambda docs: docs.gang("backoffLimit: 0", "backoffLimit: 6")),

@@ -29,7 +29,7 @@ from steps.adapters.local_store import LocalStore
 COMMITS: dict[str, tuple[Any, str]] = {
     "init_run": (ledger, "record_publication"),
     "plan": (ledger, "plan_iteration"),
-    "rollout": (buffer, "complete_rollout"),
+    "rollout": (buffer, "commit_groups"),
     "reward": (buffer, "complete_reward"),
     "flush": (buffer, "finish_batch"),
     "train": (trainers, "finish_folder"),

@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TEXT = (REPOSITORY / "Dockerfile").read_text()
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 LOCK = dict(line.split("==") for line in (REPOSITORY / "requirements.lock").read_text().splitlines() if "==" in line)
-TARGETS = ("control", "cpu", "gpu")
+TARGETS = ("control", "cpu", "gpu", "engine")
 
 
 @dataclass
@@ -67,12 +67,12 @@ def image_file_of(target: str) -> dict[str, str]:
     return content
 
 
-def test_there_are_the_three_targets_and_no_moving_base() -> None:
+def test_there_are_the_four_targets_and_no_moving_base() -> None:
     assert set(TARGETS) < STAGES.keys()
     for image in ARGUMENTS.values():
-        assert re.fullmatch(r"[a-z/]+:\d+\.\d+\.\d+[a-z0-9.-]*", image), f"{image}: a full version, not latest"
+        assert re.fullmatch(r"[a-z/-]+:v?\d+\.\d+\.\d+[a-z0-9.-]*", image), f"{image}: a full version, not latest"
     bases = {stage.base for stage in STAGES.values()}
-    assert bases == {"${PYTHON_IMAGE}", "${GPU_BASE_IMAGE}", "scratch", "python"}
+    assert bases == {"${PYTHON_IMAGE}", "${GPU_BASE_IMAGE}", "${ENGINE_BASE_IMAGE}", "scratch", "python"}
 
 
 @each_target
@@ -95,6 +95,13 @@ def test_control_has_no_torch_and_the_others_have_what_the_steps_need() -> None:
     assert "extras['torch'] + extras['tasks']" in written
     assert [target for target in TARGETS if any("control.txt" in line for line in STAGES[target].lines)] == ["control"]
     assert not [one for one in PROJECT["dependencies"] if one.startswith(("torch", "transformers"))]
+
+
+def test_the_engines_server_keeps_its_own_python_and_the_host_has_another() -> None:
+    (variables,) = [value for value in STAGES["engine"].values("ENV") if "MOERL_ENGINE_PYTHON" in value]
+    assert variables == "PATH=/opt/moerl/bin:${PATH} MOERL_ENGINE_PYTHON=/usr/bin/python3"
+    (install,) = [value for value in STAGES["engine"].values("RUN") if "pip install" in value]
+    assert "/usr/bin/python3 -m venv /opt/moerl" in install
 
 
 def test_the_gpu_base_has_the_locked_torch() -> None:

@@ -42,8 +42,11 @@ HIT = {
 }
 CASES = [(name, moment) for name in SIGNALS for moment in MOMENTS]
 # SIGTERM asks. These have work before them and stop; the others are about to end, and finish.
-STOP_WHEN_ASKED = {"before": {"rollout", "reward", "train"}, "middle": {"rollout", "reward", "train"}}
-STOP_WHEN_ASKED["after"] = {"rollout", "reward"}  # which would ask for another unit
+STOP_WHEN_ASKED = {
+    "before": {"init", "rollout", "reward", "train", "evaluate"},
+    "middle": {"init", "rollout", "reward", "train"},
+    "after": {"init", "rollout", "reward"},  # init has responses to score, the others would ask for another unit
+}
 
 
 def run_id(name: str, moment: str) -> str:

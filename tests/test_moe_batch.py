@@ -177,3 +177,40 @@ def test_rows_of_different_models_are_refused() -> None:
             groups=[0] * 2,
             routings=ids,
         )
+
+
+def test_a_mask_says_which_tokens_the_policy_sampled() -> None:
+    batch = make_batch([2, 1], [3, 2, 4], [0, 0, 1])
+    masked = TrainingBatch.from_rows(
+        prompts=[[10, 10], [10, 10], [11]],
+        responses=[[100] * 3, [101] * 2, [102] * 4],
+        logprobs=[[0.0] * 3, [0.0] * 2, [0.0] * 4],
+        versions=[[0] * 3, [0] * 2, [0] * 4],
+        rewards=[1.0, 2.0, 3.0],
+        groups=[0, 0, 1],
+        masks=[[True, False, True], None, [False, False, False, True]],
+    )
+    assert masked.sampled is not None
+    assert masked.sampled_lens_N.tolist() == [2, 2, 1]
+    assert batch.sampled is None and batch.sampled_lens_N is batch.response_lens_N
+    loaded = TrainingBatch.from_bytes(masked.to_bytes())
+    assert loaded.sampled is not None and torch.equal(loaded.sampled, masked.sampled)
+    (micro,) = BatchCutter(masked, PAD).micro_batches(range(3), 1000)
+    by_row = dict(zip(micro.rows_B.tolist(), micro.sampled_BR.tolist(), strict=True))
+    assert by_row == {0: [True, False, True, False], 1: [True, True, False, False], 2: [False, False, False, True]}
+    assert micro.response_mask_BR.sum() == 9
+
+
+@pytest.mark.parametrize("mask", [[True], [1, 0], [True, False, False]])
+def test_a_mask_that_does_not_fit_is_refused(mask: list[bool]) -> None:
+    with pytest.raises(ValueError, match="batch sampled: "):
+        replace(make_batch([1], [1, 1], [0, 0]), sampled=torch.tensor(mask))
+
+
+def test_a_response_without_a_token_of_the_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="no token of the policy"):
+        replace(make_batch([1], [1, 2], [0, 0]), sampled=torch.tensor([True, False, False]))
+
+
+def test_a_batch_of_single_turns_has_the_tensors_that_it_always_had() -> None:
+    assert "sampled" not in make_batch([1], [1, 2], [0, 0]).to_tensors()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe.batch import TrainingBatch
-from moe.checkpoint import load_trainer_state, model_files, required_files, save_trainer_state
+from moe.checkpoint import load_trainer_state, model_files, required_files, save_trainer_state, take_snapshot
 from moe.checkpoint_index import STATE_FILE
 from moe.checkpoint_weights import ModelWeights
 from moe.config import LossConfig, ModelConfig, MoeConfig, OptimizerConfig, SamplingConfig, UpdateConfig
@@ -102,6 +102,18 @@ def test_a_newer_state_replaces_the_older_one(tmp_path: Path) -> None:
     loaded = trainer(seed=1)
     load_trainer_state(loaded, tmp_path)
     assert loaded.global_step == 3
+
+
+def test_a_snapshot_written_after_more_training_is_the_state_of_its_moment(tmp_path: Path) -> None:
+    own = trainer()
+    with pytest.raises(UpdateStopped):
+        own.run_batch(batch(), 3, 0, lambda step: None, lambda: True)
+    save_trainer_state(own, tmp_path / "at once")
+    snapshot = take_snapshot(own, copy=True)
+    own.run_batch(batch(), 3, own.batch_step, lambda step: None, lambda: False)
+    snapshot.write_index(tmp_path / "later", [snapshot.write(tmp_path / "later")])
+    for name in FILES:
+        assert (tmp_path / "later" / name).read_bytes() == (tmp_path / "at once" / name).read_bytes()
 
 
 def test_a_state_of_another_model_is_refused_by_name(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from moe.tokenizer import build_char_tokenizer, decode_response, encode_prompt, load_tokenizer
+from tests.checkpoint_layouts import ALPHABET as CHAT_ALPHABET
+from tests.checkpoint_layouts import CHAT_TEMPLATE
 
 ALPHABET = "\n 0123456789+->=<eos"
 
@@ -92,3 +94,40 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     with pytest.raises(ValueError, match="none of tokenizer.json"):
         load_tokenizer(tmp_path)
+
+
+CHAT = [{"role": "system", "content": "sort"}, {"role": "user", "content": "cab"}]
+
+
+def chat_tokenizer(template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    tokenizer = build_char_tokenizer(CHAT_ALPHABET)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_messages_go_through_the_chat_template_with_one_bos_up_to_the_answer() -> None:
+    tokenizer = chat_tokenizer()
+    ids = encode_prompt(tokenizer, CHAT)
+    assert ids.count(1) == 1 and ids[0] == 1
+    assert decode_response(tokenizer, ids) == "system|sort|user|cab|assistant|"
+
+
+def test_a_template_without_bos_gets_none() -> None:
+    tokenizer = chat_tokenizer("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert encode_prompt(tokenizer, CHAT) == encode_prompt(tokenizer, "sortcab")[1:]
+
+
+def test_a_chat_template_survives_saving(tmp_path: Path) -> None:
+    chat_tokenizer().save_pretrained(tmp_path)
+    assert encode_prompt(load_tokenizer(tmp_path), CHAT) == encode_prompt(chat_tokenizer(), CHAT)
+
+
+def test_messages_need_a_chat_template() -> None:
+    with pytest.raises(ValueError, match='no chat template; add chat_template.jinja .* task.prompt_format = "plain"'):
+        encode_prompt(build_char_tokenizer(CHAT_ALPHABET), CHAT)
+
+
+def test_messages_that_the_template_refuses_are_shown() -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match="it refuses system: 'sort' user: 'cab': roles must alternate"):
+        encode_prompt(chat_tokenizer(template), CHAT)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from steps.adapters.buffer import batch_samples, complete_reward, complete_rollout, select_batch
+from steps.adapters.buffer import batch_samples, complete_reward, select_batch
 from steps.adapters.database import Database
 from steps.errors import DataError
 from steps.records import RewardStatus
-from tests.experience import fates, make_reward, make_sample, plan, take
+from tests.experience import complete_rollout, end_without_samples, fates, make_reward, make_sample, plan, take
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ RUN_NUMBERS = count()
 def store(db: Database, run_id: str, cases: Sequence[Case]) -> None:
     """Each iteration has one unit of the groups that get scored and one of those that don't."""
     plan(db, [["filler"]], run_id=run_id, iteration=4)
-    assert complete_rollout(db, take(db, "rollout", run_id=run_id, iteration=4), [])
+    end_without_samples(db, take(db, "rollout", run_id=run_id, iteration=4))
     for iteration in {case.iteration for case in cases}:
         groups = {case.uid: case for case in cases if case.iteration == iteration}
         units = [[uid for uid, case in groups.items() if bool(case.statuses) is scored] for scored in (True, False)]

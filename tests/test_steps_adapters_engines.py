@@ -9,7 +9,6 @@ from moe.model import build_model
 from moe.publication import save_publication
 from moe.tokenizer import build_char_tokenizer
 from steps.adapters.engines.catalog import load_engine
-from steps.adapters.engines.torch_engine import TorchEngine
 from steps.errors import DataError
 
 
@@ -34,8 +33,8 @@ def test_a_prompt_outside_the_alphabet_is_a_data_error(folder: Path) -> None:
         load_engine("torch", folder, policy_version=0).encode("z")
 
 
-def test_an_unknown_engine_is_named(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"rollout\.engine 'vllm' does not exist: use one of torch"):
+def test_an_engine_that_is_a_server_is_not_loaded_into_the_worker(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"rollout\.engine 'vllm' is not an engine inside the worker: use torch"):
         load_engine("vllm", folder, policy_version=0)
 
 
@@ -47,8 +46,14 @@ def test_the_torch_engine_tells_the_experts_of_every_token_when_asked(folder: Pa
     assert response.expert_ids.shape == (len(prompt) + len(response.response_ids), 2, 2)
 
 
-def test_an_engine_that_cannot_record_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchEngine, "can_record_routing", False)
-    with pytest.raises(ValueError, match="'torch' does not tell the experts of a token: set moe.routing_replay"):
-        load_engine("torch", folder, policy_version=0, record_routing=True)
-    assert load_engine("torch", folder, policy_version=0).policy_version == 0
+def test_the_torch_engine_is_refreshed_with_another_publication(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    model = build_model(ModelConfig(hidden_size=32, moe_intermediate_size=32, num_experts=4), vocab_size=5, seed=1)
+    save_publication(model, build_char_tokenizer("ab"), other)
+    engine, expected = load_engine("torch", folder, policy_version=0), load_engine("torch", other, policy_version=1)
+    engine.refresh(other, 1)
+    arguments = ([[1, 3]], [1], SamplingConfig(max_new_tokens=4))
+    assert engine.sample(*arguments) == expected.sample(*arguments)
+    assert engine.report()["policy_version"] == engine.policy_version == 1

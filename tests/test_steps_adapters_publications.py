@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,17 +12,15 @@ from pathlib import Path
 import pytest
 
 from steps.adapters.publications import (
-    MANIFEST_NAME,
-    Manifest,
-    fetch_files,
-    fetch_folder,
     finish_folder,
     move_pointer,
-    read_manifest,
+    new_upload_id,
     read_pointer,
     upload_files,
     upload_folder,
 )
+from steps.adapters.publications_cache import fetch_files, fetch_folder
+from steps.adapters.publications_manifest import MANIFEST_NAME, Manifest, read_manifest
 from steps.adapters.store import NotFound, Store, open_store, sha256_of_file
 from steps.errors import DataError, ServiceUnavailable
 
@@ -41,7 +40,7 @@ upload_folder(store, Path(sys.argv[2]), sys.argv[3], {})
 FETCH_PROGRAM = """
 import sys
 from pathlib import Path
-from steps.adapters.publications import fetch_folder
+from steps.adapters.publications_cache import fetch_folder
 from steps.adapters.store import open_store
 print(fetch_folder(open_store(sys.argv[1]), sys.argv[2], Path(sys.argv[3])))
 """
@@ -49,7 +48,8 @@ print(fetch_folder(open_store(sys.argv[1]), sys.argv[2], Path(sys.argv[3])))
 MEMORY_PROGRAM = """
 import resource, sys
 from pathlib import Path
-from steps.adapters.publications import fetch_folder, upload_folder
+from steps.adapters.publications import upload_folder
+from steps.adapters.publications_cache import fetch_folder
 from steps.adapters.store import open_store
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -90,6 +90,10 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+def manifest_text(**changes: object) -> str:
+    return json.dumps({"format": 2, "upload_id": "0" * 16, "files": [], "extra": {}, "delta": None} | changes)
+
+
 def contents(path: Path) -> dict[str, bytes]:
     files = (file for file in path.rglob("*") if file.is_file() and file.name != MANIFEST_NAME)
     return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
@@ -126,10 +130,35 @@ def test_another_content_is_refused_and_writes_nothing(store: Store, folder: Pat
     assert store.list(PREFIX) == before
 
 
-def test_steps_that_publish_the_same_at_once_all_succeed(store: Store, folder: Path) -> None:
+def test_steps_that_publish_the_same_at_once_all_succeed(store: Store, folder: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         manifests = list(pool.map(lambda _: upload_folder(store, folder, PREFIX, {"v": 1}), range(4)))
-    assert manifests == [read_manifest(store, PREFIX)] * 4
+    assert {manifest.sha256 for manifest in manifests} == {read_manifest(store, PREFIX).sha256}
+    assert contents(fetch_folder(store, PREFIX, tmp_path / "cache")) == contents(folder)
+
+
+def test_writers_of_different_contents_never_mix(store: Store, folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    (other / "model.safetensors").write_bytes(b"of the other attempt")
+    ours, theirs = new_upload_id(), new_upload_id()
+    entries = upload_files(store, folder, PREFIX, ours)
+    other_entries = upload_files(store, other, PREFIX, theirs)
+    finish_folder(store, PREFIX, ours, entries, {})
+    with pytest.raises(DataError, match="holds another content already"):
+        finish_folder(store, PREFIX, theirs, other_entries, {})
+    assert contents(fetch_folder(store, PREFIX, tmp_path / "cache")) == contents(folder)
+
+
+def test_the_first_manifest_stands_and_files_of_other_attempts_go(store: Store, folder: Path, tmp_path: Path) -> None:
+    abandoned, first, second = new_upload_id(), new_upload_id(), new_upload_id()
+    upload_files(store, folder, PREFIX, abandoned)
+    entries = {upload_id: upload_files(store, folder, PREFIX, upload_id) for upload_id in (first, second)}
+    manifest = finish_folder(store, PREFIX, first, entries[first], {"v": 1})
+    assert finish_folder(store, PREFIX, second, entries[second], {"v": 1}) == manifest
+    keys = {info.key for info in store.list(PREFIX)}
+    assert keys == {f"{PREFIX}/{MANIFEST_NAME}", *(manifest.key_of(PREFIX, entry.path) for entry in manifest.files)}
+    assert contents(fetch_folder(store, PREFIX, tmp_path / "cache")) == contents(folder)
 
 
 def test_nothing_is_published_without_a_manifest(store: Store, folder: Path, tmp_path: Path) -> None:
@@ -158,29 +187,28 @@ def test_a_killed_publish_is_invisible_and_can_be_repeated(store: Store, store_u
 def test_a_damaged_file_is_refused_by_name_and_checksum(
     store: Store, folder: Path, tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
-    upload_folder(store, folder, PREFIX, {})
-    key = f"{PREFIX}/model.safetensors"
+    key = upload_folder(store, folder, PREFIX, {}).key_of(PREFIX, "model.safetensors")
     store.put_bytes(key, damage(store.get_bytes(key)))
     expected = sha256_of_file(folder / "model.safetensors")
     with pytest.raises(DataError, match=rf"{key}: expected sha256 {expected}, found [0-9a-f]{{64}}"):
         fetch_folder(store, PREFIX, tmp_path / "cache")
-    assert [entry for entry in (tmp_path / "cache").iterdir() if entry.suffix != ".lock"] == []
+    assert [entry for entry in (tmp_path / "cache").iterdir() if entry.suffix not in (".lock", ".use")] == []
     store.put_bytes(key, (folder / "model.safetensors").read_bytes())
     assert contents(fetch_folder(store, PREFIX, tmp_path / "cache")) == contents(folder)
 
 
 def test_a_missing_file_is_named(store: Store, folder: Path, tmp_path: Path) -> None:
-    upload_folder(store, folder, PREFIX, {})
-    store.delete([f"{PREFIX}/config.json"])
-    with pytest.raises(DataError, match=f"{PREFIX}/config.json"):
+    key = upload_folder(store, folder, PREFIX, {}).key_of(PREFIX, "config.json")
+    store.delete([key])
+    with pytest.raises(DataError, match=key):
         fetch_folder(store, PREFIX, tmp_path / "cache")
 
 
 def test_the_cache_is_used_and_shared(local_store: Store, folder: Path, tmp_path: Path) -> None:
-    upload_folder(local_store, folder, PREFIX, {})
+    manifest = upload_folder(local_store, folder, PREFIX, {})
     cache = tmp_path / "cache"
     first = fetch_folder(local_store, PREFIX, cache)
-    local_store.delete([f"{PREFIX}/model.safetensors"])
+    local_store.delete([manifest.key_of(PREFIX, "model.safetensors")])
     assert fetch_folder(local_store, PREFIX, cache) == first
 
 
@@ -188,11 +216,12 @@ def test_a_folder_written_in_parts_is_one_folder(store: Store, folder: Path, tmp
     other = tmp_path / "other"
     other.mkdir()
     (other / "a.safetensors").write_bytes(b"another rank's")
-    entries = [*upload_files(store, folder, PREFIX), *upload_files(store, other, PREFIX)]
+    upload_id = new_upload_id()
+    entries = [entry for part in (folder, other) for entry in upload_files(store, part, PREFIX, upload_id)]
     with pytest.raises(NotFound):
         read_manifest(store, PREFIX)
-    manifest = finish_folder(store, PREFIX, entries, {"v": 1})
-    assert finish_folder(store, PREFIX, reversed(entries), {"v": 1}) == manifest
+    manifest = finish_folder(store, PREFIX, upload_id, entries, {"v": 1})
+    assert finish_folder(store, PREFIX, upload_id, reversed(entries), {"v": 1}) == manifest
     fetched = contents(fetch_folder(store, PREFIX, tmp_path / "cache"))
     assert fetched == contents(folder) | contents(other)
 
@@ -200,18 +229,18 @@ def test_a_folder_written_in_parts_is_one_folder(store: Store, folder: Path, tmp
 def test_nothing_is_written_below_a_manifest(local_store: Store, folder: Path) -> None:
     entries = list(upload_folder(local_store, folder, PREFIX, {}).files)
     before = local_store.list(PREFIX)
-    assert upload_files(local_store, folder, PREFIX) == entries
+    assert upload_files(local_store, folder, PREFIX, new_upload_id()) == entries
     assert local_store.list(PREFIX) == before
 
 
 def test_only_the_files_that_are_asked_for_are_fetched_and_more_can_follow(
     local_store: Store, folder: Path, tmp_path: Path
 ) -> None:
-    upload_folder(local_store, folder, PREFIX, {})
+    manifest = upload_folder(local_store, folder, PREFIX, {})
     cache = tmp_path / "cache"
     first = fetch_files(local_store, PREFIX, cache, ["config.json"])
     assert contents(first) == {"config.json": b'{"a": 1}'}
-    local_store.delete([f"{PREFIX}/config.json"])
+    local_store.delete([manifest.key_of(PREFIX, "config.json")])
     assert fetch_files(local_store, PREFIX, cache, ["config.json", "nested/empty.txt"]) == first
     assert set(contents(first)) == {"config.json", "nested/empty.txt"}
     assert contents(fetch_folder(local_store, PREFIX, cache)) == contents(folder)
@@ -258,9 +287,15 @@ def test_memory_does_not_grow_with_the_files(store_uri: str, tmp_path: Path) -> 
     [
         "not json",
         "{}",
-        '{"format": 1, "files": [{"path": "../../escape", "size_bytes": 1, "sha256": "0"}], "extra": {}}',
-        '{"format": 1, "files": [{"path": "a"}], "extra": {}}',
-        '{"format": 99, "files": [], "extra": {}}',
+        "[" * 100_000,
+        manifest_text(files=[{"path": "../../escape", "size_bytes": 1, "sha256": "0" * 64}]),
+        manifest_text(files=[{"path": MANIFEST_NAME, "size_bytes": 1, "sha256": "0" * 64}]),
+        manifest_text(files=[{"path": "a", "size_bytes": 1, "sha256": "0" * 64}] * 2),
+        manifest_text(files=[{"path": "a", "size_bytes": "1", "sha256": "0" * 64}]),
+        manifest_text(files=[{"path": "a"}]),
+        manifest_text(upload_id="../../elsewhere"),
+        manifest_text(upload_id=None),
+        manifest_text(format=99),
     ],
 )
 def test_a_malformed_manifest_is_refused(local_store: Store, tmp_path: Path, text: str) -> None:
@@ -278,10 +313,11 @@ def test_a_cache_that_cannot_be_written_is_one_line(local_store: Store, folder: 
         fetch_folder(local_store, PREFIX, tmp_path / "occupied")
 
 
-def test_equal_manifests_have_equal_bytes() -> None:
-    one = Manifest(files=(), extra={"a": 1, "b": [1, 2]})
-    two = Manifest(files=(), extra={"b": (1, 2), "a": 1})
-    assert one.sha256 == two.sha256 and json.loads(one.to_bytes())["format"] == 1
+def test_where_the_bytes_lie_is_no_part_of_the_content() -> None:
+    one = Manifest(files=(), extra={"a": 1, "b": [1, 2]}, upload_id="0" * 16)
+    two = Manifest(files=(), extra={"b": (1, 2), "a": 1}, upload_id="1" * 16)
+    other = Manifest(files=(), extra={"a": 2, "b": [1, 2]}, upload_id="0" * 16)
+    assert one.sha256 == two.sha256 != other.sha256 and one.to_bytes() != two.to_bytes()
 
 
 def test_a_pointer_moves_forward_only(store: Store) -> None:

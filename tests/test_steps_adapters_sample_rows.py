@@ -15,17 +15,20 @@ from steps.adapters import migrations
 from steps.adapters.buffer import unit_samples
 from steps.adapters.database import migrate, open_database
 from steps.adapters.local_store import LocalStore
-from steps.adapters.sample_rows import SAMPLE_COLUMNS, decode_sample, sample_values
+from steps.adapters.sample_rows import SAMPLE_COLUMNS, check_samples, decode_sample, sample_values
 from steps.adapters.store import NotFound
 from steps.adapters.tables import iterations, prompt_draws, rewards, runs, samples
 from steps.batches import training_batch
 from steps.errors import DataError
 from steps.records import Lease, Reward, Sample, SampleRouting, ScoredSample, WorkUnit
-from tests.experience import make_reward, make_sample
+from tests.experience import make_reward, make_sample, worker
 
 RUN = "run-1"
 LEASE = Lease(
-    unit=WorkUnit(run_id=RUN, iteration=1, kind="rollout", unit=0, prompt_uids=("a",)), token="token", attempt=1
+    unit=WorkUnit(run_id=RUN, iteration=1, kind="rollout", unit=0, prompt_uids=("a",)),
+    token="token",
+    attempt=1,
+    worker=worker(0),
 )
 
 
@@ -47,7 +50,8 @@ def through_a_row(sample: Sample) -> Sample:
 
 def test_a_row_holds_the_sample_with_or_without_routing() -> None:
     spilled = SampleRouting(num_layers=48, top_k=8, ids=b"", uri="s3://bucket/x.bin")
-    for sample in (make_sample("a", 0), routed(2), replace(make_sample("a", 0), routing=spilled)):
+    several_turns = replace(make_sample("a", 0), mask_T=(True, False, True))
+    for sample in (make_sample("a", 0), routed(2), replace(make_sample("a", 0), routing=spilled), several_turns):
         assert replace(through_a_row(sample), seed=sample.seed) == sample
 
 
@@ -107,7 +111,8 @@ def test_samples_from_before_routing_was_stored_are_still_there_after_the_upgrad
     sample = make_sample("a", 0)
     key = {"run_id": RUN, "iteration": 1}
     zeros = {"created_at": 0.0, "policy_version": 0, "cursor_start": 0, "cursor_end": 1, "num_prompts": 1}
-    row = {name: value for name, value in sample_values(LEASE, sample).items() if not name.startswith("routing")}
+    later = {"routing", "routing_uri", "mask"}
+    row = {name: value for name, value in sample_values(LEASE, sample).items() if name not in later}
     engine = sa.create_engine(url)
     with engine.begin() as connection:
         config = Config()
@@ -118,7 +123,7 @@ def test_samples_from_before_routing_was_stored_are_still_there_after_the_upgrad
         connection.execute(iterations.insert().values(**key, **zeros, num_units=1))
         prompt = {"prompt_uid": "a", "position": 0, "unit": 0, "status": "drawn"}
         connection.execute(prompt_draws.insert().values(**key, **prompt, prompt_ids=struct.pack("<3i", 1, 7, 8)))
-        connection.execute(samples.insert().values(**row, worker="w"))
+        connection.execute(samples.insert().values(**row))
         score = {"prompt_uid": "a", "sample_index": 0, "status": "ok", "value": 1.0, "detail": "", "worker": "w"}
         connection.execute(rewards.insert().values(**key, **score))
     engine.dispose()
@@ -126,3 +131,16 @@ def test_samples_from_before_routing_was_stored_are_still_there_after_the_upgrad
     with open_database(url).read() as connection:
         assert connection.execute(sa.select(rewards.c.value)).scalar_one() == 1.0
     assert unit_samples(open_database(url), RUN, 1, ["a"]) == [sample]
+
+
+@pytest.mark.parametrize("mask_T", [(), (True,), (False, False, False)])
+def test_a_mask_that_does_not_fit_is_refused(mask_T: tuple[bool, ...]) -> None:
+    with pytest.raises(ValueError, match="sample a/0: mask_T needs 3 values"):
+        check_samples(LEASE, [replace(make_sample("a", 0), mask_T=mask_T)])
+
+
+def test_a_batch_marks_sampled_tokens_only_where_a_sample_does() -> None:
+    single, several = scored(make_sample("a", 0)), scored(replace(make_sample("a", 1), mask_T=(True, False, True)))
+    assert training_batch([single]).sampled is None
+    sampled = training_batch([single, several]).sampled
+    assert sampled is not None and sampled.tolist() == [True, True, True, True, False, True]

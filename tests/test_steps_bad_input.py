@@ -11,7 +11,7 @@ import pytest
 
 from steps import paths
 from steps.adapters import ledger
-from steps.adapters.publications import MANIFEST_NAME
+from steps.adapters.publications_manifest import MANIFEST_NAME
 from tests.fixtures_s3 import use_server
 from tests.fixtures_steps import RUN, TINY_CONFIG, StepResult, StepRunner
 
@@ -129,7 +129,7 @@ def test_a_step_before_its_predecessor_says_which_one_is_missing(steps: StepRunn
 def test_a_tampered_publication_is_refused_by_name(steps: StepRunner, tmp_path: Path) -> None:
     steps.init()
     steps.step("plan")
-    weights = tmp_path / "store" / paths.publication_prefix(RUN, 0) / "model.safetensors"
+    (weights,) = (tmp_path / "store" / paths.publication_prefix(RUN, 0)).rglob("model.safetensors")
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.unlink()
@@ -145,7 +145,7 @@ def test_a_corrupt_checkpoint_is_refused_and_the_run_goes_on_when_it_is_restored
     for stage in ("plan", "rollout", "reward", "flush"):
         steps.step(stage)
     folder = tmp_path / "store" / paths.checkpoint_prefix(RUN, 0)
-    state = next(folder.glob("*.safetensors"))
+    state = next(folder.rglob("*.safetensors"))
     good = state.read_bytes()
     state.unlink()
     state.write_bytes(good[:-8] + bytes(8))

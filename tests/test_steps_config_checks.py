@@ -14,6 +14,12 @@ DEEPEP = (
     "moe.exchange_dtype=bfloat16",
     "train.update.micro_batch_tokens=4096",
 )
+VLLM_EP = (
+    "rollout.engine=vllm",
+    "rollout.server.data_parallel_size=8",
+    "rollout.server.expert_parallel=true",
+    "rollout.server.all2all_backend=deepep_low_latency",
+)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +33,8 @@ DEEPEP = (
         (*DEEPEP, "moe.dispatcher=uccl_ep", "train.update.micro_batch_tokens=16384"),
         ("model.family=deepseek_v3", "moe.bias_update_rate=0.001"),
         ("warmup.start=/a/checkpoint", "moe.bias_update_rate=0.001"),
+        ("rollout.engine=vllm", "rollout.sampling.top_p=0.9", "rollout.server.max_running_requests=8"),
+        VLLM_EP,
     ],
 )
 def test_settings_that_fit_together_are_read(overrides: tuple[str, ...]) -> None:
@@ -44,6 +52,13 @@ def test_settings_that_fit_together_are_read(overrides: tuple[str, ...]) -> None
         (["train.ranks=4", "moe.expert_parallel_size=2"], 'moe.dispatcher = "local" holds all experts'),
         (["train.ranks=4", "train.fsdp_size=3"], "train.fsdp_size = 3: must divide train.ranks = 4"),
         (["moe.deduplicate=rank"], "moe.deduplicate"),
+        (["rollout.server.url=http://a:1"], 'rollout.server is set: rollout.engine = "torch" has no server'),
+        (
+            ["rollout.engine=sglang", "rollout.sampling.top_p=0.9"],
+            "rollout.sampling.top_p = 0.9: SGLang's log-probabilities leave out the restriction",
+        ),
+        ([*VLLM_EP, "rollout.server.all2all_backend=pplx"], "vLLM replaces it by allgather_reducescatter"),
+        ([*VLLM_EP, "rollout.server.expert_parallel=false"], "only with rollout.server.expert_parallel = true"),
         (["moe.exchange_dtype=bfloat16"], "exchanges nothing"),
         ([*DEEPEP, "moe.low_latency=true"], "moe.low_latency = true"),
         ([*DEEPEP, "moe.exchange_dtype=model"], "carries bfloat16 only"),

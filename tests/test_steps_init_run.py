@@ -1,13 +1,18 @@
 """Policy version 0: random, from a checkpoint, and warmed up on the task's answers."""
 
+import json
+import re
+import sqlite3
 from pathlib import Path
 
 import boto3
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from steps import paths
 from steps.adapters import ledger
+from tests.checkpoint_layouts import model_of, write_checkpoint
 from tests.fixtures_s3 import use_server
 from tests.fixtures_steps import RUN, TINY_CONFIG, StepRunner
 
@@ -15,7 +20,8 @@ WARM = TINY_CONFIG + "\n[warmup]\nmax_steps = 30\nstop_reward = 1.0\ncheck_every
 
 
 def published(steps: StepRunner, run: str = RUN) -> Path:
-    return Path(steps.store_uri) / paths.publication_prefix(run, 0)
+    (config,) = (Path(steps.store_uri) / paths.publication_prefix(run, 0)).rglob("config.json")
+    return config.parent
 
 
 def weights(steps: StepRunner, run: str = RUN) -> str:
@@ -50,6 +56,81 @@ def test_a_checkpoint_may_lie_in_s3(steps: StepRunner, moto_server, monkeypatch:
     result = steps.init(TINY_CONFIG + f'\n[warmup]\nstart = "{uri}"\n', run="second")
     assert result.code == 0, result.log
     assert weights(steps, "second") == weights(steps)
+
+
+CHECKPOINT = """
+[warmup]
+start = "{folder}"
+[rollout.sampling]
+max_new_tokens = 4
+"""
+
+
+def from_checkpoint(folder: Path, more: str = "") -> str:
+    before, _, after = TINY_CONFIG.partition("[rollout.sampling]\nmax_new_tokens = 4\n")
+    return before + CHECKPOINT.format(folder=folder) + more + after
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_real_checkpoint_is_published_with_its_own_settings_and_scored_by_the_first_evaluate_step(
+    steps: StepRunner, tmp_path: Path, fused: bool
+) -> None:
+    folder = write_checkpoint(model_of("qwen3_moe"), tmp_path / "checkpoint", fused=fused)
+    result = steps.init(from_checkpoint(folder))
+    assert result.code == 0, result.log
+    assert ledger.list_evaluations(steps.database, RUN) == []
+    assert steps.init(from_checkpoint(folder)).code == 0
+    steps.iterate(1)
+    assert [row.policy_version for row in ledger.list_evaluations(steps.database, RUN)] == [0, 1]
+    for version in (0, 1):
+        (config,) = (Path(steps.store_uri) / paths.publication_prefix(RUN, version)).rglob("config.json")
+        for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+            assert (config.parent / name).read_bytes() == (folder / name).read_bytes(), name
+    steps.iterate(2)
+    before = steps.final_weights()
+    assert before != weights(steps)
+
+
+def test_a_campaign_on_chat_prompts_from_warm_up_to_evaluation(steps: StepRunner, tmp_path: Path) -> None:
+    folder = write_checkpoint(model_of("qwen3_moe", max_position_embeddings=128), tmp_path / "checkpoint")
+    turns = [{"role": "user", "content": "sort"}, {"role": "assistant", "content": "yes"}]
+    rows = [{"prompt": [*turns, {"role": "user", "content": f"{n}"}], "answer": f"{n}"[::-1]} for n in range(10, 30)]
+    rows += [{"prompt": f"{n}", "answer": f"{n}"[::-1]} for n in range(30, 50)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chat = f'kind = "jsonl"\ntrain_path = "{data}"\nprompt_format = "chat"\nsystem_prompt = "reverse"\n'
+    config = from_checkpoint(folder, "max_prompt_tokens = 96\n").replace("digits = 3\ntrain_size = 200\n", chat)
+    result = steps.init(config.replace("[warmup]", "[warmup]\nmax_steps = 10"))
+    assert result.code == 0, result.log
+    steps.iterate(1)
+    with sqlite3.connect(tmp_path / "moerl.sqlite") as connection:
+        prompts = {bytes(row[0]) for row in connection.execute("SELECT prompt_ids FROM prompt_draws")}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = {tokenizer.decode(np.frombuffer(ids, "<i4").tolist()).replace(" ", "") for ids in prompts}
+    assert all(
+        re.fullmatch(r"<bos>system\|reverse\|user\|(sort\|assistant\|yes\|user\|)?\d\d\|assistant\|", t) for t in texts
+    )
+    assert {"sort" in text for text in texts} == {True, False}
+
+
+def test_chat_prompts_need_a_template_before_anything_is_written(steps: StepRunner, tmp_path: Path) -> None:
+    folder = write_checkpoint(model_of("qwen3_moe"), tmp_path / "checkpoint")
+    (folder / "chat_template.jinja").unlink()
+    result = steps.init(from_checkpoint(folder).replace("[task]", '[task]\nprompt_format = "chat"'))
+    assert result.code == 65 and "Traceback" not in result.log, result.log
+    assert "no chat template" in result.log.splitlines()[-1]
+    assert not steps.store.list("runs")
+
+
+def test_a_kill_between_state_and_publication_of_a_checkpoint_is_made_good(steps: StepRunner, tmp_path: Path) -> None:
+    config = from_checkpoint(write_checkpoint(model_of("qwen3_moe"), tmp_path / "checkpoint"))
+    assert steps.init(config).code == 0
+    before = weights(steps)
+    steps.database_url = steps.env["MOERL_DATABASE_URL"] = f"sqlite:///{tmp_path}/another.sqlite"
+    keys = [info.key for info in steps.store.list(paths.publication_prefix(RUN, 0))]
+    steps.store.delete([*keys, paths.latest_key(RUN)])
+    assert steps.init(config).code == 0
+    assert weights(steps) == before
 
 
 def test_the_publication_loads_with_plain_transformers(steps: StepRunner) -> None:

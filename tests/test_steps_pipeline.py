@@ -15,6 +15,7 @@ from steps.adapters import buffer, leases, ledger
 from steps.adapters.publications import read_pointer
 from steps.adapters.store import Store
 from steps.records import Evaluation
+from tests.experience import worker
 from tests.fixtures_s3 import use_server
 from tests.fixtures_steps import RUN, STAGES, TINY_CONFIG, StepRunner, stage_argv
 
@@ -35,16 +36,6 @@ def began(steps: StepRunner, stage: str, iteration: int = 1) -> Callable[[], boo
     return check
 
 
-@pytest.fixture(scope="session")
-def undisturbed_weights(warm_server, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    runner = StepRunner(warm_server, folder, f"{folder}/store", f"sqlite:///{folder}/moerl.sqlite")
-    assert runner.init().code == 0
-    runner.iterate(1)
-    runner.iterate(2)
-    return runner.final_weights()
-
-
 def test_an_iteration_trains_publishes_and_judges_a_new_version(steps: StepRunner) -> None:
     started = steps.init()
     assert started.code == 0, started.log
@@ -56,6 +47,7 @@ def test_an_iteration_trains_publishes_and_judges_a_new_version(steps: StepRunne
         "reward-workers": "1",
         "training-nodes": "1",
         "ranks-per-node": "1",
+        "engine-pods": "0",
     }
     steps.iterate()
     first, second = ledger.list_publications(steps.database, RUN)
@@ -131,12 +123,12 @@ def test_workers_share_the_units_and_their_number_changes_nothing(steps: StepRun
 def test_the_unit_of_a_killed_worker_is_sampled_by_another(steps: StepRunner) -> None:
     steps.init()
     steps.step("plan")
-    lost = leases.lease_unit(steps.database, RUN, 1, "rollout", "a worker that died", lease_s=0.2)
+    lost = leases.lease_unit(steps.database, RUN, 1, "rollout", worker(9), lease_s=0.2)
     assert lost is not None
     result = steps.step("rollout")
     assert result.code == 0, result.log
     assert result.outputs["samples"] == "32"
-    assert not buffer.complete_rollout(steps.database, lost, [])
+    assert buffer.commit_groups(steps.database, lost, []).lost
 
 
 def test_sigterm_returns_the_lease_and_exits_75(steps: StepRunner) -> None:

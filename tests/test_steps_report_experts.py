@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from steps.adapters.spool import Artifact, Metric, Tags
-from steps.report_experts import exchange_section, layer_section, transport_section
+from steps.config import ServerConfig
+from steps.engine_transport import exchange_report
+from steps.report_engine import MISMATCH_ROWS, engine_section
+from steps.report_experts import exchange_section, layer_section, transport_sections
 from steps.report_notes import run_notes
 from steps.reporting import mean_layers
 from steps.tracking_events import iteration_events
@@ -67,11 +70,27 @@ def test_every_layer_has_a_row_of_its_numbers() -> None:
 
 
 def test_transport_shows_request_observation_and_evidence() -> None:
-    page = transport_section(TRANSPORT | {"reason": "<gone>"})
+    page = transport_sections(row(transport=TRANSPORT | {"reason": "<gone>"}))
     for text in ("deepep", "&lt;gone&gt;", "5100000", "5000000", "backend: library", "version: efa", "2.13.1"):
         assert text in page, text
     assert "Ethernet" not in page, "what was not counted is not shown as a number"
-    assert transport_section(None) == ""
+    assert transport_sections(row(transport=None)) == ""
+
+
+def test_a_rollout_engines_transport_is_shown_noted_and_tagged_as_an_updates_is() -> None:
+    rollout = exchange_report(ServerConfig(all2all_backend="deepep_v2"), "allgather_reducescatter", "vllm", "0.32.0")
+    told = row(rollout_transport=rollout)
+    page = transport_sections(told)
+    for text in ("Transport of rollouts", "allgather_reducescatter", "downgrade", "version: vllm"):
+        assert text in page, text
+    note = "Experts of the rollout engine: exchange deepep_v2 requested, allgather_reducescatter observed (downgrade: "
+    assert run_notes(report(told, row(iteration=4)))[1].startswith(note)
+    events = iteration_events(told, {}, run_id="r", publication_uri="/p", html="")
+    tags = {name: value for event in events if isinstance(event, Tags) for name, value in event.values.items()}
+    assert (tags["rollout_transport.status"], tags["transport.status"]) == ("downgrade", "ok")
+    assert tags["rollout_transport.version.vllm"] == "0.32.0"
+    files = {event.name: event.text for event in events if isinstance(event, Artifact)}
+    assert json.loads(files["rollout_transport/iteration-00003.json"]) == rollout
 
 
 def test_ranks_are_compared_only_where_there_are_several() -> None:
@@ -103,3 +122,17 @@ def test_the_tracking_server_gets_the_transport_as_tags_and_file_and_the_layers_
     assert tags["transport.version.efa"] == "2.13.1"
     files = {event.name: event.text for event in events if isinstance(event, Artifact)}
     assert json.loads(files["transport/iteration-00003.json"]) == TRANSPORT
+
+
+def test_the_engine_and_its_worst_mismatch_are_shown() -> None:
+    engine = {"engine": "vllm", "engine_version": "0.32.0", "probe_difference": 7.2e-7}
+    rows = [
+        row(iteration=number, rollout_engine=engine, rollout_mismatch=dict(zip(MISMATCH_ROWS, values, strict=True)))
+        for number, values in ((3, (4.3e-6, 1e-13)), (4, (2e-6, 2e-13)))
+    ]
+    page = engine_section(rows[0])
+    for text in ("vllm", "0.32.0", "4.30e-06", "1.00e-13"):
+        assert text in page, text
+    note = "Rollout engine: vllm 0.32.0; log-probabilities at most 4.3e-06 off the trainer's, k3 KL at most 2.0e-13."
+    assert note in run_notes(report(*rows))
+    assert engine_section(row()) == ""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from steps.config import RunConfig
 from steps.config_loader import config_json
 from steps.report_charts import Bar, Point, Series, compact, heat_map, line_chart, nice_ticks, stacked_bars, timeline
-from steps.report_html import render_iteration_html, render_run_html
+from steps.report_html import _attempt_label, _last_moment, render_iteration_html, render_run_html
 
 PHASES = (("plan", 0.1), ("rollout", 1.9), ("reward", 0.3), ("flush", 0.1), ("train", 1.4), ("publish", 0.2),
           ("evaluate", 0.4), ("report", 0.1))  # fmt: skip
@@ -55,6 +55,12 @@ TRANSPORT = {
 }  # fmt: skip
 
 
+ACCOUNT = {
+    "drawn": 64, "sampled": 64, "trained": 64, "dropped": 0, "open": 0, "samples": 1024, "tokens": 7168,
+    "scored": 1024, "duplicate_samples": 0, "wasted_tokens": 0, "lost_leases": 0,
+}  # fmt: skip
+
+
 def layer_metrics(layer: int, iteration: int) -> dict[str, float]:
     return {
         "max_violation": 0.4, "dead_experts": 0.0, "entropy": 1.9, "rank_imbalance": 1.1 + 0.1 * layer,
@@ -91,6 +97,7 @@ def synthetic_report(iterations: int = 20) -> dict[str, Any]:
                 "interruptions": int(i == 7),
                 "retries": int(i == 7),
                 "dropped": {"no usable reward": 2} if i == 11 else {},
+                "accounting": ACCOUNT | ({"trained": 62, "dropped": 2} if i == 11 else {}),
                 "weights_sha256": f"{i:064x}",
                 "attempts": attempts_of_iteration(1000.0 + 5 * i, i == 7),
             }  # fmt: skip
@@ -137,6 +144,14 @@ def test_page_of_a_run_shows_every_iteration_and_the_run() -> None:
     ):
         assert text in page
     assert 'kind = "reverse_digits"' in page.replace("&quot;", '"')
+
+
+def test_page_of_a_run_says_what_came_of_every_prompt() -> None:
+    page = render_run_html(synthetic_report())
+    (total,) = re.findall(r"<tr><td>all</td>(.*?)</tr>", page)
+    assert re.findall(r"<td>(.*?)</td>", total) == [
+        "1,280", "1,280", "1,278", "2", "0", "20,480", "20,480", "0", "0", "0",
+    ]  # fmt: skip
 
 
 def test_every_chart_is_well_formed_and_named() -> None:
@@ -203,6 +218,19 @@ def test_stacked_parts_are_as_high_as_their_seconds() -> None:
 def test_a_balanced_expert_is_one_in_the_heat_map() -> None:
     chart = heat_map([[10, 10, 20, 0]])
     assert re.findall(r">([\d.]+)</text><title>", chart) == ["1.00", "1.00", "2.00", "0.00"]
+
+
+def test_an_attempt_that_was_killed_lasts_until_the_next_one() -> None:
+    killed = attempt("rollout", 10.0, 0.0, worker="0", end_s=None, exit_code=None, state="interrupted")
+    again = attempt("rollout", 11.5, 1.0, worker="0", attempt=2)
+    running = attempt("reward", 12.0, 0.0, worker="0", end_s=None, exit_code=None, state="running")
+    attempts = [killed, again, running]
+    assert [_last_moment(one, attempts) for one in attempts] == [11.5, 12.5, 12.5]
+    assert [_attempt_label(one, 10.0).split(": ")[1] for one in attempts] == [
+        "killed from 0.00 s",
+        "1.00 s from 1.50 s, exit 0",
+        "running from 2.00 s",
+    ]
 
 
 def test_a_timeline_has_one_row_for_each_step_and_worker() -> None:

@@ -94,6 +94,8 @@ def test_report_has_the_documented_keys(database: Database) -> None:
         "expert_max_violation": 0.2, "interruptions": 1, "retries": 1, "dropped": {"no usable reward": 1},
     }  # fmt: skip
     assert {key: row[key] for key in expected} == expected
+    account = {name: value for name, value in row["accounting"].items() if value}
+    assert account == {"drawn": 2, "dropped": 1, "open": 1}  # the samples of this run are its attempts' word only
     assert list(row["phase_seconds"]) == ["plan", "rollout", "train"]
     assert json.loads(json.dumps(report)) == report
 

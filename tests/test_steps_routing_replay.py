@@ -3,12 +3,15 @@
 from moe.batch import TrainingBatch
 from steps import paths
 from steps.adapters import ledger
+from steps.adapters.publications_manifest import read_manifest
 from steps.batches import BATCH_FILE
 from tests.fixtures_steps import RUN, TINY_CONFIG, StepRunner
 
 
 def batch_of(steps: StepRunner) -> TrainingBatch:
-    return TrainingBatch.from_bytes(steps.store.get_bytes(f"{paths.batch_prefix(RUN, 1)}/{BATCH_FILE}"))
+    prefix = paths.batch_prefix(RUN, 1)
+    key = read_manifest(steps.store, prefix).key_of(prefix, BATCH_FILE)
+    return TrainingBatch.from_bytes(steps.store.get_bytes(key))
 
 
 def test_the_samplers_experts_reach_the_trainer(steps: StepRunner) -> None:

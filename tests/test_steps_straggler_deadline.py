@@ -4,6 +4,7 @@ from steps import paths
 from steps.adapters import ledger
 from steps.adapters.leases import lease_unit, outstanding
 from steps.adapters.stragglers import DROP_REASON
+from tests.experience import worker
 from tests.fixtures_steps import RUN, StepRunner, stage_argv
 
 LONG_S = 3600.0
@@ -12,7 +13,7 @@ LONG_S = 3600.0
 def test_unit_that_is_held_for_too_long_is_left_out_and_the_iteration_is_trained(steps: StepRunner) -> None:
     assert steps.init().code == 0
     assert steps.step("plan").code == 0
-    held = lease_unit(steps.database, RUN, 1, "rollout", "slow", LONG_S)
+    held = lease_unit(steps.database, RUN, 1, "rollout", worker(9), LONG_S)
     assert held is not None
     result = steps.run([*stage_argv("rollout"), "--straggler-deadline", "1"])
     assert result.code == 0, result.log

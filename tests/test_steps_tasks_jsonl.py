@@ -2,18 +2,22 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from steps.adapters.store import open_store
 from steps.config import TaskConfig
 from steps.errors import DataError
 from steps.records import Prompt
 from steps.tasks.catalog import build_dataset
-from steps.tasks.dataset import make_dataset, make_prompt
+from steps.tasks.dataset import make_dataset, make_prompt, prompt_content
 from steps.tasks.frozen import dataset_from_jsonl, dataset_to_jsonl
+from tests.fixtures_s3 import use_server
+from tests.s3_servers import S3Server
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}'
 
@@ -156,6 +160,17 @@ def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
         read(tmp_path, path)
 
 
+def test_rows_of_an_s3_object_are_those_of_the_file(
+    tmp_path: Path, moto_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, *rows(20))
+    folder = f"s3://{use_server(moto_server, monkeypatch)}/data"
+    open_store(folder).put_bytes("rows.jsonl", path.read_bytes())
+    assert build_dataset(task(f"{folder}/rows.jsonl"), 3) == build_dataset(task(path), 3)
+    with pytest.raises(DataError, match="missing.jsonl"):
+        build_dataset(task(f"{folder}/missing.jsonl"), 3)
+
+
 def test_held_out_rows_are_split_off_by_the_seed(tmp_path: Path) -> None:
     path = write(tmp_path, *rows(20))
     data = build_dataset(task(path), 0)
@@ -236,3 +251,62 @@ def test_any_frozen_copy_is_read_or_refused_cleanly(lines: list[bytes]) -> None:
         dataset_from_jsonl(b"\n".join(lines))
     except DataError as error:
         assert str(error)
+
+
+def chat_row(*messages: tuple[str, str], answer: str = "2") -> str:
+    return json.dumps({"prompt": [{"role": role, "content": content} for role, content in messages], "answer": answer})
+
+
+def read_chat(folder: Path, *lines: str) -> list[Prompt]:
+    train = write(folder, '{"prompt": "the only training prompt", "answer": "0"}', name="train.jsonl")
+    heldout = write(folder, *lines)
+    return build_dataset(replace(task(train, heldout), prompt_format="chat", system_prompt="Be short."), 0).heldout
+
+
+def test_a_prompt_may_be_messages(tmp_path: Path) -> None:
+    turns = ("system", "Count."), ("user", "1+0="), ("assistant", "1"), ("user", "1+1=")
+    several, single, text = read_chat(
+        tmp_path, chat_row(*turns), chat_row(("user", "1+1="), answer="3"), '{"prompt": "1+2=", "answer": "3"}'
+    )
+    assert several.text == "system: Count.\n\nuser: 1+0=\n\nassistant: 1\n\nuser: 1+1="
+    assert single == make_prompt("1+1=", "3")
+    config = TaskConfig(prompt_format="chat", system_prompt="Be short.")
+    assert [(m["role"], m["content"]) for m in prompt_content(config, several)] == list(turns)
+    assert prompt_content(config, text) == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "1+2="},
+    ]
+    assert prompt_content(TaskConfig(), text) == "1+2="
+
+
+def test_the_frozen_copy_keeps_messages(tmp_path: Path) -> None:
+    prompts = read_chat(tmp_path, chat_row(("system", "Count."), ("user", "1+1=")), GOOD.replace("1+1", "1+2"))
+    data = dataset_to_jsonl(make_dataset([], prompts))
+    assert dataset_from_jsonl(data).heldout == prompts
+    with pytest.raises(DataError, match="uid does not match"):
+        dataset_from_jsonl(data.replace(b"Count.", b"count."))
+    with pytest.raises(DataError, match="role of message 1"):
+        dataset_from_jsonl(data.replace(b'"system"', b'"judge!"'))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ([], "does not end with a message of the user"),
+        ([{"role": "assistant", "content": "1"}], "does not end with a message of the user"),
+        ([{"role": "user", "content": "1"}, "2"], "message 2 of prompt is not an object of role and content"),
+        ([{"role": "user", "content": "1", "name": "x"}], "message 1 of prompt is not an object of role and content"),
+        ([{"role": "tool", "content": "1"}], "role of message 1 is .*tool"),
+        ([{"role": "user", "content": "1"}, {"role": "system", "content": "1"}], "message 2 is the system's"),
+        ([{"role": "user", "content": " "}], "content of message 1 is no text"),
+        ([{"role": "user", "content": 1}], "content of message 1 is no text"),
+    ],
+)
+def test_messages_that_make_no_prompt_are_refused(tmp_path: Path, prompt: list[object], reason: str) -> None:
+    with pytest.raises(DataError, match=f"rows.jsonl:1: .*{reason}"):
+        read_chat(tmp_path, json.dumps({"prompt": prompt, "answer": "1"}))
+
+
+def test_messages_need_the_chat_format(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match='rows.jsonl:1: prompt is a list of messages .set task.prompt_format = "chat"'):
+        read(tmp_path, write(tmp_path, chat_row(("user", "1+1="))))

@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +16,13 @@ import pytest
 from steps import gang, paths, train
 from steps.adapters import ledger
 from steps.adapters.ledger import AttemptRow
+from steps.errors import DataError
 from tests import forked
-from tests.fixtures_steps import REPOSITORY, RUN, STAGES, TINY_CONFIG, StepResult, StepRunner, stage_argv
+from tests.fixtures_steps import REPOSITORY, RUN, TINY_CONFIG, StepResult, StepRunner, stage_argv
+from tests.training_runs import copy_of, in_folder, prepare, states_inside, train_here
 from workflows.local.warm_client import WarmServer
 
-PARALLEL = "\n[train]\nranks = 2\n[moe]\ndispatcher = 'all_to_all'\n"
+PARALLEL = "\n[train]\nranks = 2\ncheckpoint_every = 3\n[moe]\ndispatcher = 'all_to_all'\n"
 CONFIG = TINY_CONFIG.replace("optimizer_steps_per_epoch = 8", "optimizer_steps_per_epoch = 8\nepochs = 6") + PARALLEL
 """Long enough to be met in the middle of an update."""
 NOTHING = 0
@@ -32,32 +33,17 @@ def train_record(steps: StepRunner, iteration: int = 1) -> dict[str, Any]:
     return ledger.get_iteration_metrics(steps.database, RUN, iteration)["train"]
 
 
-def prepare(steps: StepRunner, config: str = CONFIG) -> None:
-    """Everything up to a batch that the first update can be made of."""
-    started = steps.init(config)
-    assert started.code == 0, started.log
-    for stage in STAGES[: STAGES.index("train")]:
-        result = steps.step(stage)
-        assert result.code == 0, result.log
-
-
-def in_folder(server: WarmServer, folder: Path) -> StepRunner:
-    return StepRunner(server, folder, f"{folder}/store", f"sqlite:///{folder}/moerl.sqlite")
-
-
 @pytest.fixture(scope="session")
 def prepared_run(warm_server: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared-ranks")
-    prepare(in_folder(warm_server, folder))
+    prepare(in_folder(warm_server, folder), CONFIG)
     return folder
 
 
 @pytest.fixture
 def ready(warm_server: WarmServer, prepared_run: Path, tmp_path: Path) -> StepRunner:
     """A copy of a run that is to train its first batch."""
-    folder = tmp_path / "run"
-    shutil.copytree(prepared_run, folder, ignore=shutil.ignore_patterns("step-*"))
-    return in_folder(warm_server, folder)
+    return copy_of(warm_server, prepared_run, tmp_path / "run")
 
 
 def attempts(steps: StepRunner, iteration: int = 1) -> list[AttemptRow]:
@@ -105,9 +91,7 @@ def tracked_progress(steps: StepRunner, folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed_weights(warm_server: WarmServer, prepared_run: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    shutil.copytree(prepared_run, folder, ignore=shutil.ignore_patterns("step-*"))
-    runner = in_folder(warm_server, folder)
+    runner = copy_of(warm_server, prepared_run, tmp_path_factory.mktemp("undisturbed") / "run")
     for stage in ("train", "publish"):
         assert runner.step(stage).code == 0
     return runner.final_weights()
@@ -162,18 +146,55 @@ def test_sigterm_saves_the_state_of_every_rank_and_the_next_attempt_continues(
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_rank_that_is_killed_ends_the_step_and_another_attempt_has_the_same_outcome(
-    ready: StepRunner, tmp_path: Path, undisturbed_weights: str, number: int
+def test_a_rank_that_is_killed_ends_the_step_and_another_attempt_goes_on_from_the_newest_state(
+    ready: StepRunner, undisturbed_weights: str, number: int
 ) -> None:
-    progress = tracked_progress(ready, tmp_path)
     killed = run_and_do(
-        ready, stage_argv("train"), lambda: optimizer_steps_done(progress) >= 2, lambda ranks: ranks[number].kill()
+        ready, stage_argv("train"), lambda: bool(states_inside(ready)), lambda ranks: ranks[number].kill()
     )
     assert killed.code == 137, killed.log
     assert "Traceback" not in killed.log
     assert f"rank {number}" in killed.log.splitlines()[-1]
+    (attempt,) = attempts(ready)
+    # A first rank that is killed can't say so in the ledger; for another one it does.
+    assert attempt.exit_code == (None if number == 0 else 137)
+    again = ready.step("train")
+    assert again.code == 0 and "continuing after optimizer step" in again.log, again.log
+    assert ready.step("publish").code == 0
+    assert ready.final_weights() == undisturbed_weights
+
+
+def test_a_rank_that_fails_for_its_own_reason_gives_the_ledger_the_code_that_the_pod_ends_with(
+    ready: StepRunner,
+) -> None:
+    def refuse_on_the_second_rank() -> None:
+        load = train.load_batch
+
+        def loaded(folder: Path) -> Any:
+            if os.environ["RANK"] == "1":
+                raise DataError("the batch is not what it should be")
+            return load(folder)
+
+        train.load_batch = loaded
+
+    code, log = train_here(ready, refuse_on_the_second_rank)
+    assert code == 65, log
+    (attempt,) = attempts(ready)
+    assert (attempt.exit_code, attempt.detail) == (65, "rank 1: the batch is not what it should be")
+
+
+def test_a_state_that_one_rank_cannot_read_is_passed_over_by_all(ready: StepRunner, undisturbed_weights: str) -> None:
+    killed = run_and_do(
+        ready, stage_argv("train"), lambda: len(states_inside(ready)) == 2, lambda ranks: ranks[0].kill()
+    )
+    assert killed.code == 137, killed.log
+    older, newest = states_inside(ready)[-2:]
+    prefix = paths.partial_checkpoint_prefix(RUN, 1, newest)
+    (own,) = [info.key for info in ready.store.list(prefix) if "/optimizer-00001" in info.key]
+    (Path(ready.store_uri) / own).unlink()
     again = ready.step("train")
     assert again.code == 0, again.log
+    assert "WARNING" in again.log and f"continuing after optimizer step {older} " in again.log
     assert ready.step("publish").code == 0
     assert ready.final_weights() == undisturbed_weights
 
@@ -248,7 +269,7 @@ def test_what_the_first_rank_finds_missing_is_one_line_and_keeps_nobody_waiting(
 
 
 def test_weights_spread_by_fsdp_and_a_reference_model_train_too(steps: StepRunner) -> None:
-    config = TINY_CONFIG + PARALLEL.replace("ranks = 2", "ranks = 2\nfsdp_size = 2\n[train.loss]\nkl_coefficient = 0.1")
+    config = TINY_CONFIG + PARALLEL.replace("ranks = 2", "ranks = 2\nfsdp_size = 2\nloss = { kl_coefficient = 0.1 }")
     prepare(steps, config)
     result = steps.step("train")
     assert result.code == 0, result.log

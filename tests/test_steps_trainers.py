@@ -5,6 +5,7 @@ import json
 import pytest
 
 from steps.adapters import ledger
+from steps.adapters.publications_manifest import read_manifest
 from tests.fixtures_steps import RUN, TINY_CONFIG, StepRunner
 
 
@@ -35,7 +36,8 @@ def test_a_bfloat16_policy_is_trained_in_float32_and_published_in_bfloat16(steps
     assert first.weights_sha256 != second.weights_sha256
     for publication in (first, second):
         prefix = publication.uri.removeprefix(f"{steps.store.uri}/")
-        assert json.loads(steps.store.get_bytes(f"{prefix}/config.json"))["dtype"] == "bfloat16"
+        key = read_manifest(steps.store, prefix).key_of(prefix, "config.json")
+        assert json.loads(steps.store.get_bytes(key))["dtype"] == "bfloat16"
 
 
 RANKS = "\n[train]\nranks = 2\n[moe]\ndispatcher = 'all_to_all'\n"

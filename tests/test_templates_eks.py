@@ -1,5 +1,6 @@
 """The EKS overlay: node pools that every pod fits, EFA kept apart, and rights on the bucket."""
 
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -8,21 +9,25 @@ from typing import Any
 import pytest
 import yaml
 
-from steps.adapters import s3_store
+from steps.adapters import s3_download, s3_store
 from tests.kustomization import EKS, NODES, Document, build
+from workflows import engines
 from workflows.platform import CAPACITY_TYPE_LABEL, INSTANCE_TYPE_LABEL, load_profile, quantity_bytes
 
 PROFILE = load_profile("p5en")
 BUILT = build(NODES)
 POOLS = {pool["metadata"]["name"]: pool["spec"]["template"]["spec"] for pool in BUILT.all("NodePool")}
+LABELS = {
+    pool["metadata"]["name"]: pool["spec"]["template"].get("metadata", {}).get("labels", {})
+    for pool in BUILT.all("NodePool")
+}
 CLASSES = {one["metadata"]["name"]: one["spec"] for one in BUILT.all("EC2NodeClass")}
-ACCELERATED = {"moerl-gpu", "moerl-gpu-spot", "moerl-train"}
+ACCELERATED = {"moerl-gpu", "moerl-gpu-spot", "moerl-train", "moerl-engine"}
 IAM_OF_CALL = {
     "head_bucket": {"s3:ListBucket"},
     "list_objects_v2": {"s3:ListBucket"},
     "head_object": {"s3:GetObject"},
     "get_object": {"s3:GetObject"},
-    "download_fileobj": {"s3:GetObject"},
     "put_object": {"s3:PutObject"},
     "upload_file": {"s3:PutObject", "s3:AbortMultipartUpload"},
     "delete_objects": {"s3:DeleteObject"},
@@ -46,6 +51,8 @@ def pods_of_workflows() -> Iterator[tuple[str, Pod]]:
                 manifest = yaml.safe_load(TAG.sub("1", template["resource"]["manifest"]))
                 if manifest["kind"] == "JobSet":
                     yield name, manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+                elif manifest["kind"] == "StatefulSet":
+                    yield name, manifest["spec"]["template"]["spec"]
 
 
 def requests(pod: Pod) -> dict[str, str]:
@@ -74,6 +81,8 @@ def hugepages(pool: str) -> int:
 def takes(name: str, pod: Pod) -> bool:
     """Whether Karpenter would launch a node of this pool for the pod: taints, labels, GPUs, EFA, huge pages."""
     pool, wanted = POOLS[name], requests(pod)
+    if any(LABELS[name].get(label) in values for label, values in excluded(pod)):
+        return False
     for taint in pool.get("taints", []):
         if not any(tolerates(one, taint) for one in pod.get("tolerations") or []):
             return False
@@ -87,6 +96,16 @@ def takes(name: str, pod: Pod) -> bool:
     return "hugepages-2Mi" not in wanted or quantity_bytes(wanted["hugepages-2Mi"]) <= hugepages(name)
 
 
+def excluded(pod: Pod) -> Iterator[tuple[str, list[str]]]:
+    """(label, values) of the nodes that the pod's required affinity keeps it from."""
+    affinity = (pod.get("affinity") or {}).get("nodeAffinity", {})
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    for term in required.get("nodeSelectorTerms", []):
+        for expression in term["matchExpressions"]:
+            assert expression["operator"] == "NotIn"
+            yield expression["key"], expression["values"]
+
+
 def tolerates(toleration: dict[str, str], taint: dict[str, str]) -> bool:
     equal = toleration.get("operator", "Equal") == "Exists" or toleration.get("value") == taint.get("value")
     return toleration.get("key") == taint["key"] and equal and toleration.get("effect") in (None, "", taint["effect"])
@@ -98,7 +117,9 @@ PODS = dict(pods_of_workflows())
 @pytest.mark.parametrize("pod", PODS.values(), ids=list(PODS))
 def test_every_pod_of_the_workflows_finds_a_node_pool_of_its_kind(pod: Pod) -> None:
     pools = {name for name in POOLS if takes(name, pod)}
-    if "vpc.amazonaws.com/efa" in requests(pod):
+    if pod["containers"][0].get("name") == engines.CONTAINER:
+        assert pools == {"moerl-engine"}
+    elif "vpc.amazonaws.com/efa" in requests(pod):
         assert pools == {"moerl-train"}
     elif "nvidia.com/gpu" in requests(pod):
         assert pools == {"moerl-gpu", "moerl-gpu-spot"}
@@ -119,16 +140,19 @@ def test_capacity_types_of_the_pools_are_those_of_the_profile() -> None:
     assert types["moerl-spot"] == types["moerl-gpu-spot"] == {PROFILE.capacity["interruptible"]}
     assert PROFILE.capacity["stable"] in types["moerl-stable"] & types["moerl-gpu"]
     assert PROFILE.capacity["training"] in types["moerl-train"]
+    assert PROFILE.capacity["interruptible"] in types["moerl-engine"]
     assert "spot" not in types["moerl-train"] | types["moerl-stable"] | types["moerl-gpu"]
     assert set().union(*types.values()) == {"spot", "on-demand", "reserved"}
 
 
-def test_trainers_nodes_have_all_interfaces_of_the_instance_and_the_others_none() -> None:
+def test_trainers_and_engines_nodes_have_all_interfaces_of_the_instance_and_the_others_none() -> None:
     interfaces = CLASSES["moerl-train"]["networkInterfaces"]
     assert interfaces[0] == {"networkCardIndex": 0, "deviceIndex": 0, "interfaceType": "interface"}
     assert efa_interfaces(CLASSES["moerl-train"]) == PROFILE.efa
     assert [one["networkCardIndex"] for one in interfaces[1:]] == list(range(PROFILE.efa))
     assert len({(one["networkCardIndex"], one["deviceIndex"]) for one in interfaces}) == len(interfaces)
+    assert CLASSES["moerl-engine"]["networkInterfaces"] == interfaces
+    assert CLASSES["moerl-engine"]["userData"] == CLASSES["moerl-train"]["userData"]
     assert efa_interfaces(CLASSES["moerl-gpu"]) == 0
     assert CLASSES["moerl-gpu"]["networkInterfaces"], "without the field Karpenter offers all EFA interfaces"
 
@@ -136,6 +160,7 @@ def test_trainers_nodes_have_all_interfaces_of_the_instance_and_the_others_none(
 def test_the_overlay_promises_no_more_huge_pages_than_the_node_sets_aside() -> None:
     (pages,) = re.findall(r"vm\.nr_hugepages=(\d+)", CLASSES["moerl-train"]["userData"])
     assert hugepages("moerl-train") == int(pages) * quantity_bytes("2Mi")
+    assert hugepages("moerl-engine") == hugepages("moerl-train")
     assert hugepages("moerl-train") >= quantity_bytes(PROFILE.resources["trainer"].hugepages)
 
 
@@ -161,15 +186,14 @@ def test_no_pool_moves_a_running_pod_or_cuts_its_grace_period() -> None:
 
 
 def test_a_trainer_gets_its_whole_grace_period_before_a_capacity_block_ends() -> None:
-    (gang,) = [pod for pod in PODS.values() if "terminationGracePeriodSeconds" in pod]
+    gang = PODS["policy-iteration/train-gang"]
     minutes = int(POOLS["moerl-train"]["terminationGracePeriod"].removesuffix("m"))
     assert gang["terminationGracePeriodSeconds"] < minutes * 60 < DRAIN_BEFORE_CAPACITY_BLOCK_ENDS_S
 
 
 def test_the_bucket_policy_allows_what_the_store_calls_and_no_more() -> None:
-    source = (EKS.parents[2] / "steps" / "adapters" / "s3_store.py").read_text()
-    assert s3_store.__file__.endswith("s3_store.py")
-    calls = set(re.findall(r"_client\.([a-z_0-9]+)\(", source)) | set(
+    source = "".join(inspect.getsource(module) for module in (s3_store, s3_download))
+    calls = set(re.findall(r"_(?:client|transfers)\.([a-z_0-9]+)\(", source)) | set(
         re.findall(r'get_paginator\("([a-z_0-9]+)"\)', source)
     )
     calls -= {"get_paginator"}

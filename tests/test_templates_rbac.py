@@ -30,7 +30,12 @@ KUBECTL_CALLS = {
 is the executor's own where kubectl applies on the server's side: it watches what it applied."""
 EXECUTOR = {("create", "workflowtaskresults.argoproj.io"), ("patch", "workflowtaskresults.argoproj.io")}
 """Argo's executor in every pod (docs/workflow-rbac.md of Argo Workflows)."""
-PLURALS = {"Workflow": "workflows.argoproj.io", "JobSet": "jobsets.jobset.x-k8s.io"}
+PLURALS = {
+    "Workflow": "workflows.argoproj.io",
+    "JobSet": "jobsets.jobset.x-k8s.io",
+    "StatefulSet": "statefulsets.apps",
+    "Service": "services",
+}
 TAG = re.compile(r"\{\{[^{}]*\}\}")
 FOLDERS = [TEMPLATES, LAPTOP, EKS]
 
@@ -71,7 +76,8 @@ def called(resource: dict[str, Any]) -> set[Grant]:
     if resource["action"] == "delete":
         flags = resource["flags"]
         use = "delete by selector" if any(flag.startswith("--selector") for flag in flags) else "delete by name"
-        return {(verb, flags[0]) for verb in KUBECTL_CALLS[use]}
+        kinds = [flag.partition("/")[0] for flag in flags if re.match("[a-z.]+/", flag)] or flags[:1]
+        return {(verb, kind) for verb in KUBECTL_CALLS[use] for kind in kinds}
     manifest = yaml.safe_load(TAG.sub("1", resource["manifest"]))
     use = " ".join([resource["action"], *resource.get("flags", [])])
     return {(verb, PLURALS[manifest["kind"]]) for verb in KUBECTL_CALLS[use]}
@@ -88,17 +94,23 @@ def test_each_account_may_do_exactly_what_its_pods_call(folder: Path) -> None:
     assert needed == {account: granted(account) for account in accounts}
 
 
-def test_pods_of_the_gang_get_no_token() -> None:
+def test_pods_of_the_gang_and_of_the_engines_get_no_token() -> None:
     for folder in FOLDERS:
+        seen = set()
         for _, template in pod_templates(folder):
-            if (
-                template.get("resource", {}).get("action") == "apply"
-                and "kind: JobSet" in template["resource"]["manifest"]
-            ):
-                jobset = yaml.safe_load(TAG.sub("1", template["resource"]["manifest"]))
-                pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+            if template.get("resource", {}).get("action") == "apply":
+                made = yaml.safe_load(TAG.sub("1", template["resource"]["manifest"]))
+                if made["kind"] == "JobSet":
+                    spec = made["spec"]["replicatedJobs"][0]["template"]["spec"]
+                elif made["kind"] == "StatefulSet":
+                    spec = made["spec"]
+                else:
+                    continue
+                seen.add(made["kind"])
+                pod = spec["template"]["spec"]
                 assert pod["automountServiceAccountToken"] is False
                 assert granted(pod["serviceAccountName"]) == EXECUTOR
+        assert seen == {"JobSet", "StatefulSet"}
 
 
 def test_operator_may_do_exactly_what_the_commands_call() -> None:

@@ -24,10 +24,11 @@ def steps(name: str) -> list[dict[str, Any]]:
     return [group[0] for group in groups]
 
 
-def test_campaign_is_init_then_loop_then_summary() -> None:
+def test_campaign_is_init_then_engines_then_loop_then_summary() -> None:
     assert SPEC["entrypoint"] == "campaign"
     assert [(step["name"], step["template"]) for step in steps("campaign")] == [
         ("init", "init"),
+        ("engines", "engines"),
         ("loop", "loop"),
         ("summary", "summary"),
     ]
@@ -45,7 +46,7 @@ def test_loop_counts_from_the_first_iteration_as_far_as_init_says() -> None:
         "count": "{{inputs.parameters.iterations}}",
         "format": "%05d",
     }
-    arguments = steps("campaign")[1]["arguments"]["parameters"]
+    arguments = steps("campaign")[2]["arguments"]["parameters"]
     assert {argument["name"]: argument["value"] for argument in arguments} == {
         "first-iteration": "{{steps.init.outputs.parameters.first-iteration}}",
         "iterations": "{{steps.init.outputs.parameters.iterations}}",
@@ -53,6 +54,7 @@ def test_loop_counts_from_the_first_iteration_as_far_as_init_says() -> None:
         "reward-workers": "{{steps.init.outputs.parameters.reward-workers}}",
         "training-nodes": "{{steps.init.outputs.parameters.training-nodes}}",
         "ranks-per-node": "{{steps.init.outputs.parameters.ranks-per-node}}",
+        "engine-pods": "{{steps.init.outputs.parameters.engine-pods}}",
     }
 
 
@@ -89,7 +91,7 @@ def test_child_carries_labels_by_which_its_campaign_and_its_iteration_are_found(
 
 def test_exit_handler_deletes_the_running_child_unless_the_campaign_succeeded() -> None:
     assert SPEC["onExit"] == "exit"
-    ((step,),) = TEMPLATES["exit"]["steps"]
+    ((step, _),) = TEMPLATES["exit"]["steps"]
     assert step["when"] == "{{workflow.status}} != Succeeded"
     deletion = TEMPLATES[step["template"]]
     assert deletion["resource"]["action"] == "delete"
@@ -149,6 +151,7 @@ def test_submission_must_name_the_run_and_every_parameter_is_described() -> None
     parameters = {parameter["name"]: parameter for parameter in SPEC["arguments"]["parameters"]}
     assert list(parameters) == [
         *("run", "config", "iterations", "rollout-workers", "reward-workers", "dispatcher", "training-nodes"),
+        *("rollout-engine", "engine-pods", "engine-image"),
         *("rollout-capacity", "reward-capacity", "rollout-deadline", "straggler-deadline"),
         *("queue", "image", "environment", "credentials"),
     ]

@@ -368,3 +368,10 @@ def test_a_run_that_lost_a_file_is_one_line(
     assert run_command_line(["resume", "tiny-1", "--runs-dir", str(tmp_path)]) == code
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and words in error and str(lost) in error
+
+
+def test_steps_take_the_settings_that_the_command_was_given(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOERL_IMDS", "perhaps")
+    finished = moerl("run", "tiny.toml", cwd=tiny.parent)
+    assert finished.returncode == 78
+    assert "MOERL_IMDS = 'perhaps': set it to on or off" in finished.stderr

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from steps.environment import OPTIONAL_SETTINGS
 from workflows import catalog
 from workflows.containers import OUTPUTS_DIR, USER_ID
 from workflows.local.expressions import evaluate_bool
@@ -30,11 +31,11 @@ COMMANDS = {
         "init_run",
         [
             *("--run", "--config", "--iterations", "--rollout-workers", "--reward-workers", "--dispatcher"),
-            *("--training-nodes", "--most-ranks-per-node"),
+            *("--training-nodes", "--rollout-engine", "--engine-pods", "--most-ranks-per-node"),
         ],
         [
             *("first-iteration", "iterations", "rollout-workers", "reward-workers", "training-nodes"),
-            *("ranks-per-node", "policy-version"),
+            *("ranks-per-node", "engine-pods", "policy-version"),
         ],
     ),
     "plan": ("plan", ["--run", "--iteration"], ["policy-version", "units"]),
@@ -89,7 +90,7 @@ def test_environment_comes_from_the_config_map_the_secret_and_the_downward_api(t
         "name": "{{workflow.parameters.credentials}}",
         "key": "database-url",
     }
-    for name in ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL_S3"):
+    for name in ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL_S3", *OPTIONAL_SETTINGS):
         assert environment[name]["valueFrom"]["configMapKeyRef"]["optional"] is True
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         assert environment[name]["valueFrom"]["secretKeyRef"]["optional"] is True

@@ -107,6 +107,7 @@ def test_submission_must_name_run_and_iteration_and_every_parameter_is_described
     parameters = {parameter["name"]: parameter for parameter in SPEC["arguments"]["parameters"]}
     assert list(parameters) == [
         *("run", "iteration", "rollout-workers", "reward-workers", "training-nodes", "ranks-per-node"),
+        "engine-pods",
         *("rollout-capacity", "reward-capacity", "rollout-deadline", "straggler-deadline"),
         *("queue", "image", "environment", "credentials"),
     ]

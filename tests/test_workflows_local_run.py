@@ -225,6 +225,15 @@ def test_a_deletion_by_label_spares_what_has_ended(tmp_path: Path) -> None:
         assert cluster.status("done") is not None and cluster.status("failed") is not None
 
 
+def test_engines_which_are_never_made_here_need_no_deletion(tmp_path: Path) -> None:
+    flags = ["statefulsets.apps/e-run", "services/e-run", "workflow/child", "--wait=false"]
+    delete = {"name": "main", "resource": {"action": "delete", "flags": flags}}
+    with Cluster(tmp_path) as cluster:
+        cluster.submit(workflow("child", [OK]))
+        assert cluster.submit(workflow("wf", [delete])).phase == "Succeeded"
+        assert cluster.status("child") is None
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [

@@ -29,7 +29,7 @@ module, code, attempts = os.environ["FAULT"].split(":")
 if module == "{name}" and int(os.environ["MOERL_ATTEMPT"]) < int(attempts):
     sys.exit(int(code))
 for output in {outputs}:
-    value = {{"iterations": os.environ["ITERATIONS"], "rollout-workers": "2"}}.get(output, "1")
+    value = {{"iterations": os.environ["ITERATIONS"], "rollout-workers": "2", "engine-pods": "0"}}.get(output, "1")
     Path(os.environ["MOERL_OUTPUTS_DIR"], output).write_text(value)
 """
 

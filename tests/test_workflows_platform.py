@@ -22,12 +22,17 @@ training = "reserved"
 [resources]
 control = { cpu_request = "250m", cpu_limit = "1", memory = "1Gi" }
 sampler = { cpu_request = "1", cpu_limit = "2", memory = "2Gi", gpus = 1 }
+engine = { cpu_request = "1", cpu_limit = "2", memory = "4Gi" }
+engine_client = { cpu_request = "1", cpu_limit = "2", memory = "2Gi" }
 solo_trainer = { cpu_request = "1", cpu_limit = "2", memory = "4Gi" }
 publisher = { cpu_request = "1", cpu_limit = "2", memory = "4Gi" }
 trainer = { cpu_request = "1", cpu_limit = "2", memory = "8Gi", gpus = 8, efa = 4, hugepages = "64Mi", shm = "4Gi" }
 
 [transports.network]
 NCCL_SOCKET_IFNAME = "^lo"
+
+[engines.vllm]
+NCCL_GIN_TYPE = "2"
 """
 
 
@@ -105,6 +110,8 @@ def test_only_rollout_and_reward_may_run_on_spot(name: str) -> None:
         ("threads = 1", "threads = 1\nthreds = 1", "threds: "),
         ('cpu_request = "250m"', 'cpu_request = "0.25"', "resources.control.cpu_request: "),
         ("gpus = 1 }", "gpu = 1 }", "resources.sampler.gpu: "),
+        ("[engines.vllm]", '[engines.sglang]\nNCCL_GIN_TYPE = "5"\n[engines.vllm]', "engines.sglang sets '5'"),
+        ("[engines.vllm]", "[engines.torch]", "engines.torch"),
         ('training = "reserved"', "", "training is missing"),
         ('interruptible = "spot"', 'interruptible = "cheap"', "capacity.interruptible: "),
         ('node_selector = { "node.kubernetes.io/instance-type" = "x" }', "", "node_selector is missing"),

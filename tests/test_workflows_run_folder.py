@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -124,10 +123,12 @@ def test_a_run_is_driven_by_one_process_at_a_time(tmp_path: Path) -> None:
     assert not folder.is_running()
 
 
-def test_ctrl_c_before_the_run_is_driven_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_before_the_run_is_driven_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_run(tmp_path)
     with folder.lock():  # `resume` waits for it for a moment
-        threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+        monkeypatch.setattr("workflows.run_folder.time.sleep", lambda seconds: os.kill(os.getpid(), signal.SIGINT))
         assert run_command_line(["resume", str(folder.path)]) == 75
     assert capsys.readouterr().err == "moerl: stopped\n"
 

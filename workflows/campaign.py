@@ -6,10 +6,10 @@ import yaml
 from hera.workflows import CronWorkflow, Parameter, Resource, Step, Steps, WorkflowTemplate
 from hera.workflows import models as m
 
-from workflows import iteration, jobset, parameters
-from workflows.cleanup import EXIT_TEMPLATE, WATCHER_POD_PATCH, WORKFLOW_RESOURCE, exit_handler
+from workflows import engines, iteration, jobset, parameters
+from workflows.cleanup import EXIT_TEMPLATE, WATCHER_POD_PATCH, WORKFLOW_RESOURCE, deletion, exit_handler
 from workflows.containers import DISPLAY_NAME, Stage, capacity_affinity, stage_container, stage_metrics
-from workflows.parameters import CONFIG, DISPATCHER, ITERATIONS, RUN, TRAINING_NODES
+from workflows.parameters import CONFIG, DISPATCHER, ENGINE_PODS, ITERATIONS, ROLLOUT_ENGINE, RUN, TRAINING_NODES
 from workflows.platform import PlatformProfile
 from workflows.retries import attach_retry
 
@@ -20,6 +20,8 @@ CHILD_TEMPLATE = "child"
 CAMPAIGN_LABEL = "moerl/campaign"
 ITERATION_LABEL = "moerl/iteration"
 ITERATION_DIGITS = 5
+FLEET_TEMPLATE = "engines"
+_ENGINE_PODS = f"{{{{steps.init.outputs.parameters.{ENGINE_PODS.name}}}}}"
 LONGEST_NAME = jobset.LONGEST_NAME - len("-") - ITERATION_DIGITS
 """Characters of a campaign's name that leave room for the names of its iterations and of their training pods."""
 
@@ -30,7 +32,8 @@ CHILD_OUTPUTS = ("policy-version", "reward-eval", "validated", "summary", "mlflo
 
 def init_stage(profile: PlatformProfile) -> Stage:
     """The stage that makes the run, or finds it; it checks the submitted numbers against the nodes of the profile."""
-    given = (RUN, CONFIG, ITERATIONS, parameters.ROLLOUT_WORKERS, parameters.REWARD_WORKERS, DISPATCHER, TRAINING_NODES)
+    workers = (parameters.ROLLOUT_WORKERS, parameters.REWARD_WORKERS)
+    given = (RUN, CONFIG, ITERATIONS, *workers, DISPATCHER, TRAINING_NODES, ROLLOUT_ENGINE, ENGINE_PODS)
     flags = [word for parameter in given for word in (f"--{parameter.name}", parameter.reference)]
     return Stage(
         name="init",
@@ -75,17 +78,11 @@ def build_campaign(profile: PlatformProfile) -> WorkflowTemplate:
         workflow_metadata=iteration.run_label(),
     ) as template:
         iteration.set_pod_defaults(template)
-        exit_handler(
-            "delete-iteration",
-            deletion_flags(),
-            when="{{workflow.status}} != Succeeded",
-            service_account=CAMPAIGN_SERVICE_ACCOUNT,
-            display_name="delete-iteration",
-            profile=profile,
-        )
+        _exit_handler(profile)
         init = stage_container(init_stage(profile), profile)
         summary = stage_container(SUMMARY, profile)
         loop = _loop(_wrapper(_child(profile)))
+        fleet = _fleet(profile)
         with Steps(
             name="campaign",
             outputs=[
@@ -97,6 +94,12 @@ def build_campaign(profile: PlatformProfile) -> WorkflowTemplate:
             ],
         ):
             Step(name="init", template=init)
+            Step(
+                name=FLEET_TEMPLATE,
+                template=fleet,
+                arguments={ENGINE_PODS.name: _ENGINE_PODS},
+                when=f"{_ENGINE_PODS} > 0",
+            )
             Step(
                 name="loop",
                 template=loop,
@@ -173,6 +176,37 @@ def deletion_flags() -> list[str]:
     """
     selector = f"{CAMPAIGN_LABEL}={{{{workflow.name}}}},workflows.argoproj.io/completed!=true"
     return [WORKFLOW_RESOURCE, f"--selector={selector}", "--wait=false"]
+
+
+def _exit_handler(profile: PlatformProfile) -> None:
+    delete_iteration = deletion(
+        "delete-iteration",
+        deletion_flags(),
+        service_account=CAMPAIGN_SERVICE_ACCOUNT,
+        display_name="delete-iteration",
+        profile=profile,
+    )
+    delete_engines = deletion(
+        "delete-engines",
+        engines.deletion_flags(),
+        service_account=engines.SERVICE_ACCOUNT,
+        display_name="delete-engines",
+        profile=profile,
+    )
+    # What init found out is not known here when it failed, so the submitted value decides; nothing to delete is fine.
+    # Quoted: of from-config without quotes govaluate makes a subtraction.
+    exit_handler(
+        {"{{workflow.status}} != Succeeded": delete_iteration, f"'{ENGINE_PODS.reference}' != '0'": delete_engines}
+    )
+
+
+def _fleet(profile: PlatformProfile) -> Steps:
+    """The run's engines, once `init` has made the run that they look up."""
+    service, pods = engines.service_resource(profile), engines.pods_resource(profile)
+    with Steps(name=FLEET_TEMPLATE, inputs=[Parameter(name=ENGINE_PODS.name)]) as fleet, fleet.parallel():
+        Step(name=engines.SERVICE_TEMPLATE, template=service)
+        Step(name=engines.POD_TEMPLATE, template=pods, arguments=_passed_on([ENGINE_PODS.name]))
+    return fleet
 
 
 def _child(profile: PlatformProfile) -> Resource:

@@ -4,6 +4,8 @@ Argo runs them when a workflow succeeds, fails or is stopped (`argo stop`), not 
 (`argo terminate`). What they delete is found by a fixed name or by label, and nothing that matches is a success.
 """
 
+from collections.abc import Mapping
+
 from hera.workflows import Resource, Step, Steps
 
 from workflows.containers import DISPLAY_NAME, capacity_affinity, stage_metrics
@@ -27,11 +29,11 @@ containers:
 """
 
 
-def exit_handler(
-    name: str, flags: list[str], *, when: str, service_account: str, display_name: str, profile: PlatformProfile
-) -> Steps:
-    """A template for `onExit` that deletes something when `when` holds; call it inside a WorkflowTemplate's context."""
-    deletion = Resource(
+def deletion(
+    name: str, flags: list[str], *, service_account: str, display_name: str, profile: PlatformProfile
+) -> Resource:
+    """A template that deletes something; call it inside a WorkflowTemplate's context."""
+    return Resource(
         name=name,
         action="delete",
         flags=flags,
@@ -43,6 +45,11 @@ def exit_handler(
         active_deadline_seconds="600",
         metrics=stage_metrics(name),
     )
-    with Steps(name=EXIT_TEMPLATE) as handler:
-        Step(name=name, template=deletion, when=when)
+
+
+def exit_handler(deletions: Mapping[str, Resource]) -> Steps:
+    """A template for `onExit`: by condition, what is deleted then; call it inside a WorkflowTemplate's context."""
+    with Steps(name=EXIT_TEMPLATE) as handler, handler.parallel():
+        for when, template in deletions.items():
+            Step(name=str(template.name), template=template, when=when)
     return handler

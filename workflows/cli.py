@@ -17,8 +17,11 @@ import typer
 from typer.exceptions import TyperException
 
 from steps.errors import DataError, Interrupted, ServiceUnavailable, StepError, UsageError
+from workflows.audit_command import audit_app
+from workflows.chaos_command import ChaosPlan, chaos_app
 from workflows.cluster_commands import cluster_app, resume_on_cluster
 from workflows.lint_command import lint_app
+from workflows.plan_command import plan_app
 from workflows.printed_commands import moerl_command, shown_path
 from workflows.shared_options import (
     DEFAULT_CONFIG,
@@ -38,6 +41,7 @@ from workflows.shared_options import (
 from workflows.transport_command import transport_app
 
 if TYPE_CHECKING:
+    from workflows.local.chaos_plan import Fault
     from workflows.run_folder import RunFolder
 
 app = typer.Typer(
@@ -52,8 +56,11 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show a resolved configuration, or its schema.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(transport_app, name="transport")
+app.add_typer(chaos_app, name="chaos")
+app.add_typer(audit_app)
 app.add_typer(cluster_app)
 app.add_typer(lint_app)
+app.add_typer(plan_app)
 
 TYPER_INTERRUPTED = 130
 """Typer returns this after a Ctrl-C that no handler of ours took: before the run's start, or after its end."""
@@ -61,7 +68,12 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @app.command(
-    epilog=examples("moerl run", "moerl run sort-digits --set seed=1 --set iterations=10", "moerl run my.toml")
+    epilog=examples(
+        "moerl run",
+        "moerl run sort-digits --set seed=1 --set iterations=10",
+        "moerl run my.toml",
+        "moerl run --chaos random:7:0.1",
+    )
 )
 def run(
     config: Config = DEFAULT_CONFIG,
@@ -69,6 +81,7 @@ def run(
     runs_dir: RunsDir = RUNS_DIR,
     run_id: Annotated[str | None, typer.Option("--run-id", metavar="ID", help="Default: name and time.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; write nothing.")] = False,
+    chaos: ChaosPlan = None,
     as_json: Json = False,
 ) -> None:
     """Run a campaign on this machine: the rendered Argo manifests in the local executor."""
@@ -78,6 +91,7 @@ def run(
 
     resolved = read_config(config, overrides)
     record = run_command.new_record(run_id, config, resolved)
+    faults = None if chaos is None else run_command.read_faults(chaos, record)
     if dry_run:
         import yaml
 
@@ -86,7 +100,7 @@ def run(
     folder = create_run(runs_dir, record, config_toml(resolved), renumber=run_id is None)
     typer.echo(f"run     {folder.run_id} in {shown_path(folder.path)}", err=True)
     typer.echo(f"Ctrl-C  stops it cleanly; go on later with: {folder.resume_command}", err=True)
-    drive_and_report(folder, as_json)
+    drive_and_report(folder, as_json, faults)
 
 
 @app.command(
@@ -101,25 +115,32 @@ def resume(
     parameters: Parameters = None,
     context: Context = "",
     namespace: Namespace = "",
+    chaos: ChaosPlan = None,
     as_json: Json = False,
 ) -> None:
     """Go on with a run that was stopped or failed; what was finished is not repeated.
 
     A run in the folder of runs goes on here; any other, or one of a named context or namespace, on the cluster.
     """
+    from workflows.run_command import read_faults
     from workflows.run_folder import open_run
 
     elsewhere = bool(context or namespace or parameters)
     try:
         folder = None if elsewhere and os.sep not in run_id else open_run(runs_dir, run_id)
     except DataError as not_here:
-        if os.sep in run_id or not resume_on_cluster(run_id, parameters, as_json=as_json, unless=not_here):
+        if os.sep in run_id or chaos is not None:
+            raise
+        if not resume_on_cluster(run_id, parameters, as_json=as_json, unless=not_here):
             raise
         return
-    if folder is None:
-        resume_on_cluster(run_id, parameters, context=context, namespace=namespace, as_json=as_json)
+    if folder is not None:
+        faults = None if chaos is None else read_faults(chaos, folder.load_record())
+        drive_and_report(folder, as_json, faults)
+    elif chaos is not None:
+        raise UsageError("--chaos disturbs runs on this machine only")
     else:
-        drive_and_report(folder, as_json)
+        resume_on_cluster(run_id, parameters, context=context, namespace=namespace, as_json=as_json)
 
 
 @app.command(epilog=examples("moerl runs", "moerl runs --runs-dir /data/runs"))
@@ -188,14 +209,14 @@ def schema() -> None:
     typer.echo(json.dumps(config_schema(), indent=2))
 
 
-def drive_and_report(folder: "RunFolder", as_json: bool) -> None:
+def drive_and_report(folder: "RunFolder", as_json: bool, faults: "Sequence[Fault] | None" = None) -> None:
     """Drive a run to its end; its page and table are shown even when it did not get there."""
     from workflows.run_command import drive
     from workflows.run_report import print_outcome
 
     record = folder.load_record()
     try:
-        drive(folder, record)
+        drive(folder, record, faults)
     except BaseException:
         # What ended the run is told, not that its report can't be shown either, as on a disk that is full.
         with suppress(StepError, OSError):

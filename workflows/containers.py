@@ -1,11 +1,14 @@
 """A stage of the pipeline -> a container template: argv, environment, resources, retries, grace, deadline, outputs."""
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
 from hera.workflows import Container, Counter, Gauge, Label, NoneArchiveStrategy, Parameter, S3Artifact
 from hera.workflows import models as m
 
-from workflows.parameters import CREDENTIALS, ENVIRONMENT, IMAGE, WorkflowParameter, capacity_expression
+from steps.environment import OPTIONAL_SETTINGS
+from workflows.parameters import CREDENTIALS, ENGINE_PODS, ENVIRONMENT, IMAGE, WorkflowParameter, capacity_expression
 from workflows.platform import (
     CAPACITY_TYPE_LABEL,
     EFA_RESOURCE,
@@ -49,6 +52,8 @@ class Stage:
     """Outputs that also become outputs of the workflow itself."""
     report_key: str = ""
     """Object key of the HTML report in the artifact repository; empty: the stage has none."""
+    engine_url: str = ""
+    """Of a stage that samples: where its rollout engine's host is, as a tag that may turn out empty."""
 
     def capacity_type(self, profile: PlatformProfile) -> str:
         """Value of Karpenter's label, or the tag that Argo replaces by it."""
@@ -60,13 +65,16 @@ class Stage:
 def stage_container(stage: Stage, profile: PlatformProfile) -> Container:
     """The container template of `stage`; call it inside a WorkflowTemplate's context."""
     size = profile.resources[stage.workload]
+    environment = [*step_environment(stage.capacity_type(profile), "{{retries}}"), *platform_environment(profile, size)]
+    if stage.engine_url:
+        environment.append(m.EnvVar(name="MOERL_ENGINE_URL", value=stage.engine_url))
     return Container(
         name=stage.name,
         image=IMAGE.reference,
         image_pull_policy="IfNotPresent",
         command=["python", "-m", f"steps.{stage.module}"],
         args=list(stage.flags),
-        env=[*step_environment(stage.capacity_type(profile), "{{retries}}"), *platform_environment(profile, size)],
+        env=environment,
         inputs=[Parameter(name=name) for name in stage.inputs],
         outputs=[*_output_parameters(stage), *_report_artifact(stage)],
         annotations={DISPLAY_NAME: stage.display_name, **undisturbed(stage.domain)},
@@ -79,10 +87,37 @@ def stage_container(stage: Stage, profile: PlatformProfile) -> Container:
         security_context=container_security(profile, size),
         retry_strategy=step_retry(stage.retry_limit),
         active_deadline_seconds=stage.deadline,
-        # Argo has no field for the grace period; podSpecPatch is the only way to set it.
-        pod_spec_patch=f"terminationGracePeriodSeconds: {stage.grace_s}\n",
+        pod_spec_patch=_pod_patch(stage, profile),
         metrics=stage_metrics(stage.name),
     )
+
+
+def _pod_patch(stage: Stage, profile: PlatformProfile) -> str:
+    """The grace period, for which Argo has no field of its own, and no GPU for a pod whose engine has them.
+
+    Which one it is is known when the workflow is submitted, and Argo takes tags in no quantity. Kubernetes' strategic
+    merge deletes a key whose value is null. The tags stand alone on their lines: what they become is YAML.
+    """
+    patch = f"terminationGracePeriodSeconds: {stage.grace_s}\n"
+    sampler = profile.resources[stage.workload]
+    if not (stage.engine_url and sampler.gpus):
+        return patch
+    client = resource_requirements(profile.resources["engine_client"])
+    quantities = {
+        "limits": {GPU_RESOURCE: None, **dump(client)["limits"]},
+        "requests": {GPU_RESOURCE: None, **dump(client)["requests"]},
+    }
+    return (
+        patch
+        + f"nodeSelector: {_with_engines(dict.fromkeys(profile.node_selector), {})}\n"
+        + f"containers: {_with_engines([{'name': 'main', 'resources': quantities}], [])}\n"
+    )
+
+
+def _with_engines(patch: object, otherwise: object) -> str:
+    """Tag with one of two values as JSON, by whether the run has engines. Two closing braces would end the tag."""
+    one, other = (json.dumps(value).replace("}}", "} }").replace("}}", "} }") for value in (patch, otherwise))
+    return f"{{{{=asInt(workflow.parameters['{ENGINE_PODS.name}']) > 0 ? '{one}' : '{other}'}}}}"
 
 
 def pod_security_context() -> m.PodSecurityContext:
@@ -190,6 +225,7 @@ def step_environment(capacity_type: str, attempt: str | m.EnvVarSource) -> list[
         _from_secret("MOERL_DATABASE_URL", "database-url"),
         _from_config_map("MLFLOW_TRACKING_URI", "mlflow-tracking-uri", optional=True),
         _from_config_map("AWS_ENDPOINT_URL_S3", "s3-endpoint-url", optional=True),
+        *(_from_config_map(variable, key, optional=True) for variable, key in OPTIONAL_SETTINGS.items()),
         _from_secret("AWS_ACCESS_KEY_ID", "aws-access-key-id", optional=True),
         _from_secret("AWS_SECRET_ACCESS_KEY", "aws-secret-access-key", optional=True),
         m.EnvVar(name="MOERL_OUTPUTS_DIR", value=OUTPUTS_DIR),
@@ -260,3 +296,9 @@ def _report_artifact(stage: Stage) -> list[S3Artifact]:
             key=stage.report_key,
         )
     ]
+
+
+def dump(model: Any) -> dict[str, Any]:
+    """A model as a manifest that stands as text in a resource template has it."""
+    dumped: dict[str, Any] = model.model_dump(by_alias=True, exclude_none=True)
+    return dumped

@@ -4,8 +4,8 @@ from hera.workflows import DAG, Container, Parameter, Task, WorkflowTemplate
 from hera.workflows import models as m
 from hera.workflows.task import TaskResult
 
-from workflows import jobset, parameters
-from workflows.cleanup import EXIT_TEMPLATE, exit_handler
+from workflows import engines, jobset, parameters
+from workflows.cleanup import EXIT_TEMPLATE, deletion, exit_handler
 from workflows.containers import Stage, pod_security_context, stage_container
 from workflows.parameters import REWARD_CAPACITY, ROLLOUT_CAPACITY, ROLLOUT_DEADLINE, STRAGGLER_DEADLINE, TRAINING_NODES
 from workflows.platform import PlatformProfile
@@ -48,6 +48,7 @@ ROLLOUT = Stage(
     grace_s=90,
     retry_limit=8,
     display_name="rollout-{{inputs.parameters.worker}}",
+    engine_url=engines.worker_url("asInt(inputs.parameters.worker)"),
 )
 REWARD = Stage(
     name="reward",
@@ -101,6 +102,7 @@ EVALUATE = Stage(
     workload="sampler",
     deadline="3600",
     display_name=_label("evaluate"),
+    engine_url=engines.worker_url("0"),
 )
 REPORT = Stage(
     name="report",
@@ -137,14 +139,14 @@ def build_iteration(profile: PlatformProfile) -> WorkflowTemplate:
         set_pod_defaults(template)
         containers = {stage.name: stage_container(stage, profile) for stage in STAGES}
         gang = jobset.gang_resource(TRAIN, profile, GANG_SERVICE_ACCOUNT)
-        exit_handler(
+        delete_gang = deletion(
             "delete-gang",
             jobset.deletion_flags(),
-            when=_SEVERAL_NODES,
             service_account=GANG_SERVICE_ACCOUNT,
             display_name=_label("delete-gang"),
             profile=profile,
         )
+        exit_handler({_SEVERAL_NODES: delete_gang})
         with DAG(name="iteration", outputs=_dag_outputs()):
             plan = Task(name="plan", template=containers["plan"])
             rollout = _fan_out("rollout", containers, parameters.ROLLOUT_WORKERS.reference)

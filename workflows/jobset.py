@@ -21,6 +21,7 @@ from workflows.containers import (
     Stage,
     capacity_affinity,
     container_security,
+    dump,
     field_source,
     platform_environment,
     pod_security_context,
@@ -176,16 +177,16 @@ def _pod(stage: Stage, profile: PlatformProfile) -> dict[str, Any]:
         "serviceAccountName": "moerl-step",
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": stage.grace_s,
-        "securityContext": _dump(pod_security_context()),
-        "affinity": _dump(capacity_affinity(profile.capacity["training"])),
+        "securityContext": dump(pod_security_context()),
+        "affinity": dump(capacity_affinity(profile.capacity["training"])),
     }
     if size.gpus:
         spec |= {
             "nodeSelector": dict(profile.node_selector),
-            "tolerations": [_dump(item) for item in tolerations(profile, size) or ()],
+            "tolerations": [dump(item) for item in tolerations(profile, size) or ()],
         }
     if size.shm:
-        spec["volumes"] = [_dump(volume) for volume in shm_volumes(size)]
+        spec["volumes"] = [dump(volume) for volume in shm_volumes(size)]
     return spec | {"containers": [_container(stage, profile)]}
 
 
@@ -198,13 +199,13 @@ def _container(stage: Stage, profile: PlatformProfile) -> dict[str, Any]:
         "imagePullPolicy": "IfNotPresent",
         "command": ["python", "-m", "steps.torchrun"],
         "args": [*_torchrun_options(stage), "-m", f"steps.{stage.module}", *stage.flags],
-        "env": [_dump(variable) for variable in [*environment, *platform_environment(profile, size)]],
+        "env": [dump(variable) for variable in [*environment, *platform_environment(profile, size)]],
         "ports": [{"containerPort": MASTER_PORT, "name": "rendezvous"}],
-        "resources": _dump(resource_requirements(size)),
-        "securityContext": _dump(container_security(profile, size)),
+        "resources": dump(resource_requirements(size)),
+        "securityContext": dump(container_security(profile, size)),
     }
     if size.shm:
-        container["volumeMounts"] = [_dump(mount) for mount in shm_mounts(size)]
+        container["volumeMounts"] = [dump(mount) for mount in shm_mounts(size)]
     return container
 
 
@@ -219,11 +220,6 @@ def _torchrun_options(stage: Stage) -> list[str]:
         # The ranks save their state within the pod's grace period; the last seconds are the agent's own.
         f"--shutdown-timeout={stage.grace_s - 20}",
     ]
-
-
-def _dump(model: Any) -> dict[str, Any]:
-    dumped: dict[str, Any] = model.model_dump(by_alias=True, exclude_none=True)
-    return dumped
 
 
 def deletion_flags() -> list[str]:

@@ -17,6 +17,8 @@ CREDENTIALS_SECRET = "moerl-credentials"
 FROM_CONFIG = "from-config"
 DISPATCHERS = ("local", "all_to_all", "deepep", "uccl_ep", "nccl_ep")
 """Values of `moe.dispatcher`."""
+ENGINES = ("torch", "vllm", "sglang")
+"""Values of `rollout.engine`."""
 SPOT_THEN_ON_DEMAND = "spot-then-on-demand"
 CAPACITIES: tuple[str, ...] = ("spot", SPOT_THEN_ON_DEMAND, "on-demand")
 
@@ -104,6 +106,22 @@ TRAINING_NODES = WorkflowParameter(
 RANKS_PER_NODE = WorkflowParameter(
     name="ranks-per-node", value="1", description="Ranks of each node when several train; nodes x ranks = train.ranks"
 )
+ROLLOUT_ENGINE = WorkflowParameter(
+    name="rollout-engine",
+    value=FROM_CONFIG,
+    enum=(FROM_CONFIG, *ENGINES),
+    description="Who samples (rollout.engine); fixed for the run when it is made",
+)
+ENGINE_PODS = WorkflowParameter(
+    name="engine-pods",
+    value="0",
+    description="Pods that each keep a vLLM or SGLang server for the rollouts of all iterations; 0: none",
+)
+ENGINE_IMAGE = WorkflowParameter(
+    name="engine-image",
+    value=f"{DEFAULT_IMAGE}-engine",
+    description="Image of the pods that keep a server (Dockerfile, target engine)",
+)
 QUEUE = WorkflowParameter(
     name="queue", value="", description="Kueue LocalQueue that admits the JobSet of several nodes; empty: none"
 )
@@ -150,7 +168,7 @@ SHARED = (
     CREDENTIALS,
 )
 """The same for a campaign and for its iterations, and passed on with the value that was given."""
-RESOLVED = (ROLLOUT_WORKERS, REWARD_WORKERS, TRAINING_NODES, RANKS_PER_NODE)
+RESOLVED = (ROLLOUT_WORKERS, REWARD_WORKERS, TRAINING_NODES, RANKS_PER_NODE, ENGINE_PODS)
 """What `init` finds out for a campaign's iterations."""
 
 CAMPAIGN: tuple[WorkflowParameter, ...] = (
@@ -161,6 +179,13 @@ CAMPAIGN: tuple[WorkflowParameter, ...] = (
     _from_config(REWARD_WORKERS),
     DISPATCHER,
     _from_config(TRAINING_NODES),
+    ROLLOUT_ENGINE,
+    replace(
+        ENGINE_PODS,
+        value=FROM_CONFIG,
+        description=f"{ENGINE_PODS.description}; {FROM_CONFIG}: one for each rollout worker, none for torch",
+    ),
+    ENGINE_IMAGE,
     *SHARED,
 )
 ITERATION: tuple[WorkflowParameter, ...] = (RUN, ITERATION_NUMBER, *RESOLVED, *SHARED)

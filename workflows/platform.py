@@ -22,9 +22,13 @@ FailureDomain = Literal["stable", "interruptible", "training"]
 """stable: losing the pod costs a restart of the stage. interruptible: leases make the loss of a pod cost one unit.
 training: as stable, on the nodes that were set aside for the trainer."""
 
-Workload = Literal["control", "sampler", "solo_trainer", "trainer", "publisher"]
-"""control: no model in memory. sampler: one policy for inference. solo_trainer: one process with policy, gradients and
-optimizer state. trainer: all ranks of a node. publisher: one layer of the policy at a time, on the CPU."""
+Workload = Literal["control", "sampler", "engine", "engine_client", "solo_trainer", "trainer", "publisher"]
+"""control: no model in memory. sampler: one policy for inference. engine: a vLLM or SGLang server. engine_client: a
+step that samples by such a server. solo_trainer: one process with policy, gradients and optimizer state. trainer: all
+ranks of a node. publisher: one layer of the policy at a time, on the CPU."""
+
+SERVED_ENGINES = ("vllm", "sglang")
+"""Values of `rollout.engine` that sample by a server."""
 
 CapacityType = Literal["spot", "on-demand", "reserved"]
 
@@ -104,6 +108,28 @@ class Toleration:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Accelerator:
+    """One GPU, as its maker's data sheet and AWS describe it; rates are of one direction."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: str
+    memory_mib: Annotated[int, Field(gt=0)]
+    """As EC2 reports it."""
+    bf16_tflops: Annotated[float, Field(gt=0.0)]
+    """Dense, without sparsity."""
+    memory_gb_per_s: Annotated[float, Field(gt=0.0)]
+    network_gb_per_s: Annotated[float, Field(gt=0.0)]
+    """This GPU's share of the node's EFA bandwidth."""
+    nvlink_gb_per_s: Annotated[float, Field(ge=0.0)] = 0.0
+    """0: GPUs of a node reach each other over PCIe."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory_mib << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlatformProfile:
     """One kind of cluster: sizes by workload, capacity by failure domain, and what the exchange of tokens needs."""
 
@@ -119,6 +145,8 @@ class PlatformProfile:
     """EC2 instance type of the accelerated nodes; empty: there are none."""
     gpus: Count = 0
     """Of one node; also the most ranks of a node. 0: one pod holds all ranks, unless several nodes are asked for."""
+    accelerator: Accelerator | None = None
+    """What `moerl plan` reckons with."""
     efa: Count = 0
     """EFA interfaces of one node."""
     node_memory: Memory = ""
@@ -133,6 +161,9 @@ class PlatformProfile:
     """Environment of accelerated pods by what it serves: `network`, or a dispatcher. All are set together, since the
     dispatcher is only known when a workflow is submitted; none contradicts another."""
 
+    engines: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Environment of the servers of rollout engines, by engine; all are set together, as those of `transports`."""
+
     @property
     def ranks_per_node(self) -> int:
         """Ranks of a whole node; 0: as many as there are."""
@@ -141,8 +172,12 @@ class PlatformProfile:
     @property
     def transport_environment(self) -> dict[str, str]:
         """Variables of an accelerated pod, in alphabetical order."""
-        merged = {name: value for variables in self.transports.values() for name, value in variables.items()}
-        return dict(sorted(merged.items()))
+        return _merged(self.transports)
+
+    @property
+    def engine_environment(self) -> dict[str, str]:
+        """Variables of an accelerated pod with a rollout engine's server, in alphabetical order."""
+        return _merged({"network": self.transports.get("network", {}), **self.engines})
 
 
 def profile_names() -> list[str]:
@@ -189,20 +224,27 @@ def _problems(profile: PlatformProfile) -> list[str]:
             problems.append(f"resources.{workload}.memory = {size.memory}: a node has {profile.node_memory}")
         if size.efa and not size.hugepages:
             problems.append(f"resources.{workload}.hugepages is missing: EFA needs huge pages")
+    for engine in profile.engines.keys() - set(SERVED_ENGINES):
+        problems.append(f"engines.{engine} is no engine with a server: use {' or '.join(SERVED_ENGINES)}")
     if profile.gpus and not profile.node_selector:
         problems.append("node_selector is missing: pods with GPUs need the nodes that have them")
-    return problems + _contradictions(profile.transports)
+    return problems + _contradictions("transports", profile.transports) + _contradictions("engines", profile.engines)
 
 
-def _contradictions(transports: Mapping[str, Mapping[str, str]]) -> list[str]:
+def _contradictions(table: str, environments: Mapping[str, Mapping[str, str]]) -> list[str]:
     seen: dict[str, tuple[str, str]] = {}
     problems = []
-    for transport, variables in transports.items():
+    for user, variables in environments.items():
         for name, value in variables.items():
-            other, other_value = seen.setdefault(name, (transport, value))
+            other, other_value = seen.setdefault(name, (user, value))
             if other_value != value:
-                problems.append(f"transports.{transport}.{name} = {value!r}: transports.{other} sets {other_value!r}")
+                problems.append(f"{table}.{user}.{name} = {value!r}: {table}.{other} sets {other_value!r}")
     return problems
+
+
+def _merged(environments: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    merged = {name: value for variables in environments.values() for name, value in variables.items()}
+    return dict(sorted(merged.items()))
 
 
 CPU = load_profile("cpu")

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -17,13 +17,17 @@ import yaml
 
 from steps.adapters.store import explained_os_errors
 from steps.config import RunConfig
-from steps.errors import ConfigError, Interrupted, ServiceUnavailable, StepError
+from steps.engine_locks import ENGINE_VARIABLES, stop_hosts
+from steps.environment import OPTIONAL_SETTINGS
+from steps.errors import ConfigError, Interrupted, ServiceUnavailable, StepError, UsageError
 from steps.paths import validate_run_id
+from workflows.local.chaos import Chaos, Surroundings
+from workflows.local.chaos_plan import Fault, plan_toml, read_plan
 from workflows.local.events import Event
 from workflows.local.executor import LocalCluster
 from workflows.local.progress import ProgressView
 from workflows.local.status import WorkflowStatus
-from workflows.printed_commands import moerl_command
+from workflows.printed_commands import moerl_command, shown_path
 from workflows.run_failure import RunFailed, explain_failure
 from workflows.run_folder import RunFolder, RunRecord
 
@@ -61,6 +65,8 @@ def build_campaign(record: RunRecord, config_text: str) -> dict[str, Any]:
         "iterations": str(record.iterations),
         "rollout-workers": str(record.rollout_workers),
         "reward-workers": str(record.reward_workers),
+        # The workers of one machine share a server that the first of them starts, beside the workflows.
+        "engine-pods": "0",
     }
     return {
         "apiVersion": "argoproj.io/v1alpha1",
@@ -99,17 +105,48 @@ def create_tracking_database(path: Path) -> None:
         subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def drive(folder: RunFolder, record: RunRecord) -> None:
-    """Run the campaign to its end, from wherever it stands.
+def read_faults(option: str, record: RunRecord) -> tuple[Fault, ...]:
+    """The faults of `--chaos OPTION` for this run; ConfigError names what is wrong with the plan."""
+    return read_plan(
+        option,
+        iterations=record.iterations,
+        rollout_workers=record.rollout_workers,
+        reward_workers=record.reward_workers,
+    )
 
-    Raises Interrupted after Ctrl-C or SIGTERM, RunFailed with the failing step's exit code and last lines, and
-    DataError or ServiceUnavailable when the run's folder can't be read or written.
+
+def begin_chaos(folder: RunFolder, faults: Sequence[Fault]) -> Chaos:
+    """Write the plan into the run's folder. UsageError when another one is there: one run, one plan to replay."""
+    text = plan_toml(faults)
+    with explained_os_errors(f"can't write {folder.chaos_plan}"):
+        if not folder.chaos_plan.exists():
+            partial = folder.path / f".{folder.chaos_plan.name}.partial"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(folder.chaos_plan)
+        elif folder.chaos_plan.read_text(encoding="utf-8") != text:
+            shown = shown_path(folder.chaos_plan)
+            raise UsageError(f"run {folder.run_id} has another chaos plan: use --chaos {shown}, or none")
+    surroundings = Surroundings(database=folder.database, store=folder.store, cache=folder.cache)
+    return Chaos(faults, folder.chaos_log, surroundings)
+
+
+def drive(folder: RunFolder, record: RunRecord, faults: Sequence[Fault] | None = None) -> None:
+    """Run the campaign to its end, from wherever it stands; `faults` strike it on the way.
+
+    Raises UsageError for another chaos plan than the run's, Interrupted after Ctrl-C or SIGTERM, RunFailed with the
+    failing step's exit code and last lines, and DataError or ServiceUnavailable when the run's folder can't be read or
+    written.
     """
     campaign = build_campaign(record, folder.config_text())
-    with folder.lock(), ProgressView() as view, open_cluster(folder, record, view.on_event) as cluster:
-        create_tracking_database(folder.tracking_database)
-        with stopped_by_signals(cluster) as stopped:
-            status = cluster.submit(campaign)
+    with folder.lock(), ProgressView() as view:
+        chaos = None if faults is None else begin_chaos(folder, faults)
+        with open_cluster(folder, record, view.on_event, chaos) as cluster:
+            create_tracking_database(folder.tracking_database)
+            try:
+                with stopped_by_signals(cluster) as stopped:
+                    status = cluster.submit(campaign)
+            finally:
+                stop_hosts(folder.cache)  # the servers of rollout engines outlive the steps that started them
     if status.phase == "Succeeded":
         folder.save_record(replace(record, state="finished"))
         return
@@ -122,25 +159,31 @@ def drive(folder: RunFolder, record: RunRecord) -> None:
     raise ending
 
 
-def open_cluster(folder: RunFolder, record: RunRecord, on_event: Callable[[Event], None]) -> LocalCluster:
+def open_cluster(
+    folder: RunFolder, record: RunRecord, on_event: Callable[[Event], None], chaos: Chaos | None = None
+) -> LocalCluster:
     """The executor with this run's services in place of a cluster's ConfigMap and Secret.
 
     Steps also find the modules of the folder in which `moerl run` was called, where a user's verifier lies, and of the
     PYTHONPATH that it had. ServiceUnavailable when the executor's folder can't be written.
     """
     templates = load_templates()
+    services = {"store": str(folder.store), "mlflow-tracking-uri": folder.tracking_uri}
+    services |= {key: os.environ[name] for name, key in OPTIONAL_SETTINGS.items() if name in os.environ}
     with explained_os_errors(f"can't write {folder.executor_root}"):
         return LocalCluster(
             folder.executor_root,
-            config_maps={"moerl-environment": {"store": str(folder.store), "mlflow-tracking-uri": folder.tracking_uri}},
+            config_maps={"moerl-environment": services},
             secrets={"moerl-credentials": {"database-url": folder.database_url}},
             templates=templates,
             on_event=on_event,
             working_dir=REPOSITORY,
+            chaos=chaos,
             extra_env={
                 "MOERL_CACHE_DIR": str(folder.cache),
                 "MOERL_CAPACITY_TYPE": "local",
                 "PYTHONPATH": os.pathsep.join(filter(None, (record.working_dir, record.python_path))),
+                **{name: os.environ[name] for name in ENGINE_VARIABLES if name in os.environ},
             },
         )
 

@@ -1,6 +1,6 @@
 """A run on this machine is a folder: `RUNS_DIR/RUN` holds its store, database, executor state and configuration.
 
-    store/  database.sqlite  argo/  cache/  config.toml  run.json  report.html  lock
+    store/  database.sqlite  argo/  cache/  config.toml  run.json  report.html  lock  [chaos-plan.toml  chaos.jsonl]
 
 MLflow's database is shared by the runs of a folder: `RUNS_DIR/mlflow.db`. The lock is held by the process that drives
 the run, so that a run is never driven twice at once, and a killed one is told from a running one.
@@ -77,6 +77,14 @@ class RunFolder:
     @property
     def html_report(self) -> Path:
         return self.path / "report.html"
+
+    @property
+    def chaos_plan(self) -> Path:
+        return self.path / "chaos-plan.toml"
+
+    @property
+    def chaos_log(self) -> Path:
+        return self.path / "chaos.jsonl"
 
     @property
     def database(self) -> Path:

@@ -1,12 +1,15 @@
 """The ledger of step attempts: every process that ran a step, where, how it ended, and what interrupted it."""
 
 import json
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import select, update
 
 from steps.adapters.database import Database, database_clock, insert_if_absent
+from steps.adapters.retries import retried
 from steps.adapters.tables import interruptions, step_attempts
 
 
@@ -47,6 +50,11 @@ class InterruptionRow:
     reason: str
     detail: str
     created_at: float
+    """When the attempt noticed it."""
+    kind: str
+    """stop, rebalance or scheduled (`steps.interruption`)."""
+    deadline_at: float | None
+    """When the place ends, as the platform said; None when it didn't say."""
 
 
 def begin_attempt(
@@ -61,26 +69,33 @@ def begin_attempt(
     provenance_json: str = "{}",
 ) -> int:
     """Record that a process starts on a step; returns the attempt's id. The run need not exist yet."""
-    statement = step_attempts.insert().values(
-        run_id=run_id,
-        iteration=iteration,
-        step=step,
-        worker=worker,
-        pod=pod,
-        node=node,
-        capacity_type=capacity_type,
-        started_at=database_clock(),
-        detail="",
-        provenance_json=provenance_json,
-        metrics_json="{}",
-    )
+    values = {
+        "token": secrets.token_hex(16),
+        "run_id": run_id,
+        "iteration": iteration,
+        "step": step,
+        "worker": worker,
+        "pod": pod,
+        "node": node,
+        "capacity_type": capacity_type,
+        "started_at": database_clock(),
+        "detail": "",
+        "provenance_json": provenance_json,
+        "metrics_json": "{}",
+    }
+    return _insert_attempt(db, values)
+
+
+@retried
+def _insert_attempt(db: Database, values: Mapping[str, Any]) -> int:
+    """Insert the attempt unless an earlier try did, whose answer was lost: its token tells."""
     with db.transaction() as connection:
-        key = connection.execute(statement).inserted_primary_key
-        if key is None:
-            raise RuntimeError("the database returned no attempt id")
-        return int(key[0])
+        insert_if_absent(connection, step_attempts, values)
+        found = connection.execute(select(step_attempts.c.attempt_id).where(step_attempts.c.token == values["token"]))
+        return int(found.scalar_one())
 
 
+@retried
 def end_attempt(
     db: Database,
     attempt_id: int,
@@ -105,6 +120,7 @@ def end_attempt(
         connection.execute(statement)
 
 
+@retried
 def list_attempts(db: Database, run_id: str, iteration: int | None = None) -> list[AttemptRow]:
     """The run's attempts in order of their start; of one iteration when it is given."""
     statement = select(step_attempts).where(step_attempts.c.run_id == run_id)
@@ -115,13 +131,34 @@ def list_attempts(db: Database, run_id: str, iteration: int | None = None) -> li
         return [_attempt(dict(row)) for row in rows.mappings()]
 
 
-def record_interruption(db: Database, attempt_id: int, reason: str, detail: str = "") -> None:
-    """Record why an attempt was told to stop (`sigterm`, `spot`, ...); once for each reason."""
-    values = {"attempt_id": attempt_id, "reason": reason, "detail": detail, "created_at": database_clock()}
+@retried
+def record_interruption(
+    db: Database,
+    attempt_id: int,
+    reason: str,
+    detail: str = "",
+    *,
+    kind: str = "stop",
+    age_s: float = 0.0,
+    time_left_s: float | None = None,
+) -> None:
+    """Record what an attempt was told (`SIGTERM`, `spot`, ...) `age_s` seconds ago; once for each reason.
+
+    `time_left_s`: seconds from now until the place ends.
+    """
+    values = {
+        "attempt_id": attempt_id,
+        "reason": reason,
+        "detail": detail,
+        "created_at": database_clock() - age_s,
+        "kind": kind,
+        "deadline_at": None if time_left_s is None else database_clock() + time_left_s,
+    }
     with db.transaction() as connection:
         insert_if_absent(connection, interruptions, values)
 
 
+@retried
 def list_interruptions(db: Database, run_id: str) -> list[InterruptionRow]:
     """The run's interruptions in order, each with the attempt that it hit."""
     source = interruptions.join(step_attempts)
@@ -136,5 +173,6 @@ def list_interruptions(db: Database, run_id: str) -> list[InterruptionRow]:
 
 
 def _attempt(row: dict[str, Any]) -> AttemptRow:
+    del row["token"]  # only tells a repeated insert from a new one
     documents = {name: json.loads(row.pop(f"{name}_json")) for name in ("provenance", "metrics", "transport")}
     return AttemptRow(**row, **documents)

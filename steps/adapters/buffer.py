@@ -5,44 +5,39 @@ called again by anyone. Samples are written once and never changed; a group (the
 is consumed or dropped as a whole, in the prompt ledger.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, and_, bindparam, case, func, select, update
+from sqlalchemy import Connection, bindparam, select, update
 
+from steps.adapters import lease_history
 from steps.adapters.database import Database, database_clock
-from steps.adapters.leases import mark_done, require_all_done
+from steps.adapters.leases import finish_unit, lock_unit, require_all_done
+from steps.adapters.retries import retried
 from steps.adapters.runs import add_unit, drop_open_prompts, lock_run, require_iteration
 from steps.adapters.sample_rows import (
     REWARD_COLUMNS,
     SAMPLE_COLUMNS,
     check_samples,
     check_scores,
+    committed_groups,
     decode_sample,
     decode_scored_sample,
     pack_int32,
     sample_key,
     sample_values,
 )
+from steps.adapters.selection import (
+    SAME_GROUP,
+    SAME_SAMPLE,
+    ScoredGroup,
+    drop_reasons,
+    nothing_to_train,
+    scored_groups,
+)
 from steps.adapters.tables import batches, prompt_draws, rewards, samples
 from steps.errors import DataError
-from steps.records import Lease, Reward, Sample, ScoredSample
-
-MIN_USABLE_REWARDS = 2
-"""A group-relative advantage needs at least two scores."""
-
-SAME_SAMPLE = and_(
-    rewards.c.run_id == samples.c.run_id,
-    rewards.c.iteration == samples.c.iteration,
-    rewards.c.prompt_uid == samples.c.prompt_uid,
-    rewards.c.sample_index == samples.c.sample_index,
-)
-SAME_GROUP = and_(
-    samples.c.run_id == prompt_draws.c.run_id,
-    samples.c.iteration == prompt_draws.c.iteration,
-    samples.c.prompt_uid == prompt_draws.c.prompt_uid,
-)
+from steps.records import Lease, Reward, Sample, ScoredSample, WorkUnit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,49 +58,71 @@ class BatchRow:
     manifest_sha256: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A fully scored group that is neither consumed nor dropped."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitOutcome:
+    """What came of a commit of groups; numbers of samples."""
 
-    iteration: int
-    prompt_uid: str
-    num_samples: int
-    num_ok: int
-    num_timeouts: int
-    min_version: int
-    num_tokens: int
+    committed: int
+    """Stored under this lease, now or by an earlier call."""
+    duplicates: int
+    """Thrown away, since another lease's commit of their group was first."""
+    unit_done: bool
+    """Every group of the unit is stored, or nobody waits for the rest."""
+    lost: bool
+    """The lease was lost: whatever wasn't stored before is refused."""
 
 
-def complete_rollout(db: Database, lease: Lease, new_samples: Sequence[Sample]) -> bool:
-    """Store a rollout unit's samples, mark the unit done and create the reward unit of the same number.
+@retried
+def commit_groups(db: Database, lease: Lease, new_samples: Sequence[Sample]) -> CommitOutcome:
+    """Store whole groups of a rollout unit, those that aren't stored yet.
 
-    A prompt of the unit without a sample is recorded as dropped. False, and nothing is stored, when the lease was lost
-    or the unit is done already.
+    With the unit's last group the unit is done and the reward unit of the same number created. A commit whose answer
+    was lost may be repeated.
 
     Raises:
         ValueError: not a rollout lease, a sample of another unit, or a sample whose lengths don't match.
     """
     check_samples(lease, new_samples)
     unit = lease.unit
-    prompt_ids = {uid: pack_int32(ids) for uid, ids in {s.prompt_uid: s.prompt_ids for s in new_samples}.items()}
-    rows = [sample_values(lease, sample) for sample in new_samples]
     with db.transaction() as connection:
-        worker = mark_done(connection, lease)
-        if worker is None:
-            return False
-        if rows:
-            connection.execute(samples.insert().values(worker=worker), rows)
-            _store_prompt_ids(connection, lease, prompt_ids)
-        missing = [uid for uid in unit.prompt_uids if uid not in prompt_ids]
-        drop_open_prompts(
-            connection, unit.run_id, unit.iteration, {uid: "no sample: the rollout gave none" for uid in missing}
+        state = lock_unit(connection, lease)
+        stored = committed_groups(connection, unit)
+        mine = [sample for sample in new_samples if stored.get(sample.prompt_uid) == lease.token]
+        others = [s for s in new_samples if s.prompt_uid in stored and stored[s.prompt_uid] != lease.token]
+        missing = [sample for sample in new_samples if sample.prompt_uid not in stored]
+        fresh = missing if state.is_owned else []
+        if fresh:
+            _insert_groups(connection, lease, fresh)
+        if new_samples:
+            lease_history.add_counts(
+                connection,
+                lease,
+                samples=len(fresh),
+                tokens=_num_tokens(fresh),
+                duplicate_samples=len(others),
+                duplicate_tokens=_num_tokens(others),
+                abandoned_tokens=0 if state.is_owned else _num_tokens(missing),
+            )
+        is_complete = {*stored, *(sample.prompt_uid for sample in fresh)} >= set(unit.prompt_uids)
+        if state.is_owned and is_complete:
+            finish_unit(connection, lease)
+            add_unit(connection, unit.run_id, unit.iteration, "reward", unit.unit, unit.prompt_uids)
+        return CommitOutcome(
+            committed=len(mine) + len(fresh),
+            duplicates=len(others),
+            unit_done=state.is_done or is_complete,
+            lost=not state.is_owned and lease_history.outcome_of(connection, lease) != "done",
         )
-        scorable = [uid for uid in unit.prompt_uids if uid in prompt_ids]
-        if scorable:
-            add_unit(connection, unit.run_id, unit.iteration, "reward", unit.unit, scorable)
-    return True
 
 
+@retried
+def stored_prompts(db: Database, unit: WorkUnit) -> set[str]:
+    """The prompts of a rollout unit whose samples are stored."""
+    with db.read() as connection:
+        return set(committed_groups(connection, unit))
+
+
+@retried
 def unit_samples(db: Database, run_id: str, iteration: int, prompt_uids: Sequence[str]) -> list[Sample]:
     """The samples of some prompts, ordered by (prompt_uid, sample_index)."""
     statement = (
@@ -118,10 +135,11 @@ def unit_samples(db: Database, run_id: str, iteration: int, prompt_uids: Sequenc
     return [decode_sample(row) for row in sorted(rows, key=sample_key)]
 
 
+@retried
 def complete_reward(db: Database, lease: Lease, scores: Sequence[Reward]) -> bool:
     """Store a reward unit's scores, one for each sample, and mark the unit done.
 
-    False, and nothing is stored, when the lease was lost or the unit is done already.
+    False, and nothing is stored, when the lease was lost. A call whose answer was lost may be repeated.
 
     Raises:
         ValueError: not a reward lease, a score too many or missing, or a value that doesn't fit the status.
@@ -130,9 +148,8 @@ def complete_reward(db: Database, lease: Lease, scores: Sequence[Reward]) -> boo
     unit = lease.unit
     key = {"run_id": unit.run_id, "iteration": unit.iteration}
     with db.transaction() as connection:
-        worker = mark_done(connection, lease)
-        if worker is None:
-            return False
+        if not lock_unit(connection, lease).is_owned:
+            return lease_history.outcome_of(connection, lease) == "done"
         _check_all_scored(connection, lease, scores)
         connection.execute(
             rewards.insert(),
@@ -144,14 +161,17 @@ def complete_reward(db: Database, lease: Lease, scores: Sequence[Reward]) -> boo
                     "status": score.status,
                     "value": score.value,
                     "detail": score.detail,
-                    "worker": worker,
+                    "worker": lease.worker.name,
                 }
                 for score in scores
             ],
         )
+        lease_history.add_counts(connection, lease, samples=len(scores))
+        finish_unit(connection, lease)
     return True
 
 
+@retried
 def select_batch(db: Database, run_id: str, iteration: int, policy_version: int, max_staleness: int) -> BatchRow:
     """Freeze what iteration `iteration` trains on, or return what is frozen already.
 
@@ -172,11 +192,11 @@ def select_batch(db: Database, run_id: str, iteration: int, policy_version: int,
             return frozen
         require_iteration(connection, run_id, iteration)
         require_all_done(connection, run_id, iteration)
-        groups = _scored_groups(connection, run_id, iteration)
-        reasons = _drop_reasons(groups, policy_version, max_staleness)
+        groups = scored_groups(connection, run_id, iteration)
+        reasons = drop_reasons(groups, policy_version, max_staleness)
         chosen = [group for group in groups if group not in reasons]
         if not chosen:
-            raise _nothing_to_train(run_id, iteration, list(reasons.values()))
+            raise nothing_to_train(run_id, iteration, list(reasons.values()))
         _insert_batch(connection, run_id, iteration, policy_version, chosen, len(reasons))
         _consume(connection, run_id, iteration, chosen)
         for group, reason in reasons.items():
@@ -184,12 +204,14 @@ def select_batch(db: Database, run_id: str, iteration: int, policy_version: int,
         return _require_batch(connection, run_id, iteration)
 
 
+@retried
 def get_batch(db: Database, run_id: str, iteration: int) -> BatchRow:
     """Raises DataError when nothing is selected for that iteration yet."""
     with db.read() as connection:
         return _require_batch(connection, run_id, iteration)
 
 
+@retried
 def batch_samples(db: Database, run_id: str, iteration: int) -> list[ScoredSample]:
     """The samples of the iteration's batch, whole groups, ordered by (prompt_uid, sample_index).
 
@@ -209,6 +231,7 @@ def batch_samples(db: Database, run_id: str, iteration: int) -> list[ScoredSampl
     return [decode_scored_sample(row) for row in sorted(rows, key=sample_key)]
 
 
+@retried
 def finish_batch(db: Database, run_id: str, iteration: int, uri: str, manifest_sha256: str) -> BatchRow:
     """Record where the batch's files are; doing it again changes nothing.
 
@@ -231,7 +254,8 @@ def finish_batch(db: Database, run_id: str, iteration: int, uri: str, manifest_s
     return batch
 
 
-def _store_prompt_ids(connection: Connection, lease: Lease, prompt_ids: Mapping[str, bytes]) -> None:
+def _insert_groups(connection: Connection, lease: Lease, new_samples: Sequence[Sample]) -> None:
+    connection.execute(samples.insert(), [sample_values(lease, sample) for sample in new_samples])
     statement = (
         update(prompt_draws)
         .where(
@@ -239,79 +263,23 @@ def _store_prompt_ids(connection: Connection, lease: Lease, prompt_ids: Mapping[
             prompt_draws.c.iteration == lease.unit.iteration,
             prompt_draws.c.prompt_uid == bindparam("uid"),
         )
-        .values(prompt_ids=bindparam("ids"))
+        .values(prompt_ids=bindparam("ids"), lease_token=lease.token)
     )
-    connection.execute(statement, [{"uid": uid, "ids": ids} for uid, ids in prompt_ids.items()])
+    prompt_ids = {sample.prompt_uid: sample.prompt_ids for sample in new_samples}
+    connection.execute(statement, [{"uid": uid, "ids": pack_int32(ids)} for uid, ids in prompt_ids.items()])
 
 
-def _scored_groups(connection: Connection, run_id: str, iteration: int) -> list[_Group]:
-    """Ordered by (iteration, prompt_uid)."""
-    key = (samples.c.iteration, samples.c.prompt_uid)
-    statement = (
-        select(
-            *key,
-            func.count(),
-            func.sum(case((rewards.c.status == "ok", 1), else_=0)),
-            func.sum(case((rewards.c.status == "timeout", 1), else_=0)),
-            func.min(samples.c.min_version),
-            func.sum(samples.c.num_tokens),
-        )
-        .select_from(prompt_draws.join(samples, SAME_GROUP).outerjoin(rewards, SAME_SAMPLE))
-        .where(
-            prompt_draws.c.run_id == run_id,
-            prompt_draws.c.iteration <= iteration,
-            prompt_draws.c.status == "drawn",
-        )
-        .group_by(*key)
-        .having(func.count() == func.count(rewards.c.status))
-    )
-    return sorted(
-        (_Group(*row) for row in connection.execute(statement)), key=lambda group: (group.iteration, group.prompt_uid)
-    )
-
-
-def _drop_reasons(groups: Sequence[_Group], policy_version: int, max_staleness: int) -> dict[_Group, str]:
-    """Why groups (ordered by iteration) must not be trained on; those that may be are not in the result."""
-    reasons: dict[_Group, str] = {}
-    newest: dict[str, _Group] = {}
-    for group in groups:
-        reason = _unfit(group, policy_version, max_staleness)
-        if reason is not None:
-            reasons[group] = reason
-            continue
-        older = newest.get(group.prompt_uid)
-        if older is not None:
-            reasons[older] = f"superseded: iteration {group.iteration} has a newer group of the prompt"
-        newest[group.prompt_uid] = group
-    return reasons
-
-
-def _unfit(group: _Group, policy_version: int, max_staleness: int) -> str | None:
-    staleness = policy_version - group.min_version
-    if staleness > max_staleness:
-        return f"stale: version {group.min_version} is {staleness} behind {policy_version}, at most {max_staleness}"
-    if staleness < 0:
-        return f"stale: version {group.min_version} is later than {policy_version}, which is trained"
-    if group.num_ok < MIN_USABLE_REWARDS:
-        errors = group.num_samples - group.num_ok - group.num_timeouts
-        return (
-            f"no usable reward: {group.num_ok} ok of {group.num_samples} "
-            f"({group.num_timeouts} timeouts, {errors} errors), at least {MIN_USABLE_REWARDS} needed"
-        )
-    return None
-
-
-def _nothing_to_train(run_id: str, iteration: int, reasons: Sequence[str]) -> DataError:
-    kinds = Counter(reason.split(":")[0] for reason in reasons)
-    found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none is fully scored"
-    return DataError(
-        f"run {run_id}, iteration {iteration}: no group to train on ({found}); "
-        "look at the reward step's errors and at buffer.max_staleness"
-    )
+def _num_tokens(some_samples: Sequence[Sample]) -> int:
+    return sum(len(sample.response_ids_T) for sample in some_samples)
 
 
 def _insert_batch(
-    connection: Connection, run_id: str, iteration: int, policy_version: int, chosen: Sequence[_Group], dropped: int
+    connection: Connection,
+    run_id: str,
+    iteration: int,
+    policy_version: int,
+    chosen: Sequence[ScoredGroup],
+    dropped: int,
 ) -> None:
     connection.execute(
         batches.insert().values(
@@ -327,7 +295,7 @@ def _insert_batch(
     )
 
 
-def _consume(connection: Connection, run_id: str, iteration: int, chosen: Iterable[_Group]) -> None:
+def _consume(connection: Connection, run_id: str, iteration: int, chosen: Iterable[ScoredGroup]) -> None:
     statement = (
         update(prompt_draws)
         .where(

@@ -23,10 +23,13 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.pool import QueuePool
 from sqlalchemy.sql.functions import FunctionElement
 
+from steps.adapters.database_errors import is_missing_object, is_passing, is_refusal, remedy
+from steps.adapters.retries import Outage, retried
 from steps.adapters.tables import SCHEMA_REVISION
 from steps.errors import ConfigError, ServiceUnavailable, StepError
 
-LOCK_TIMEOUT_S = 30.0
+LOCK_TIMEOUT_S = 5.0
+"""Longest wait inside the driver, which no signal ends; who is told that it was in vain tries again (`retries`)."""
 CONNECT_TIMEOUT_S = 10
 MIGRATION_LOCK = 7_283_649_102
 """Any fixed number: the key of PostgreSQL's advisory lock around a migration."""
@@ -35,25 +38,6 @@ DURABLE, VOLATILE = "durable", "volatile"
 """Whether the commit of a writing transaction waits for the disk."""
 
 URL_HELP = "use sqlite:////absolute/file.db or postgresql+psycopg://user:password@host:5432/name"
-
-SQLITE_REFUSALS = {
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_CORRUPT,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_PROTOCOL,
-    sqlite3.SQLITE_AUTH,
-    sqlite3.SQLITE_NOTADB,
-}
-POSTGRES_REFUSALS = ("08", "28", "3D", "40", "53", "55", "57", "58", "25006", "42501")
-"""SQLSTATE prefixes: connection, authorization, no such database, rollback, resources, locks, operator, system."""
-POSTGRES_MISSING = ("42P01", "42703")
-SQLITE_MISSING = ("no such table", "no such column", "has no column")
 
 
 class database_clock(FunctionElement[float]):
@@ -94,7 +78,9 @@ class Database:
                 later durable commit makes this one durable too.
 
         Raises:
-            ServiceUnavailable: the database can't be reached, is locked for too long or refuses to serve.
+            Outage: the database can't be reached, stops, is locked for too long or has undone the transaction; whether
+                a commit was done before the connection broke isn't known. For a function decorated as `retried`.
+            ServiceUnavailable: it refuses to serve.
             ConfigError: the database was never migrated, or by another version.
         """
         with self._explained_errors(), self.engine.connect() as connection:
@@ -108,20 +94,25 @@ class Database:
         with self._explained_errors(), self.engine.connect() as connection, connection.begin():
             yield connection
 
+    @retried
     def now(self) -> float:
         """Seconds since the epoch, UTC, by the database's clock."""
         with self.read() as connection:
             return float(connection.execute(select(database_clock())).scalar_one())
 
+    @retried
     def schema_revision(self) -> str | None:
         """The migration that the database is at; None when it was never migrated."""
         try:
             with self.engine.connect() as connection:
                 return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
         except DBAPIError as error:
-            if _is_missing_object(error.orig):
+            if is_missing_object(error.orig):
                 return None
-            raise
+            explanation = self._explain(error)
+            if explanation is None:
+                raise
+            raise explanation from error
 
     def close(self) -> None:
         self.engine.dispose()
@@ -138,12 +129,14 @@ class Database:
 
     def _explain(self, error: DBAPIError) -> StepError | None:
         """The user's error behind a driver's error; None for a bug."""
-        if _is_missing_object(error.orig):
+        if is_missing_object(error.orig):
             return self._explain_schema()
-        if not _is_refusal(error.orig):
+        passing = error.connection_invalidated or is_passing(error.orig)
+        if not passing and not is_refusal(error.orig):
             return None
         reason = self._without_secrets(" ".join(str(error.orig).split()))
-        return ServiceUnavailable(f"database {self.name}: {reason}; {_remedy(error.orig)}")
+        line = f"database {self.name}: {reason}; {remedy(error.orig)}"
+        return Outage(line) if passing else ServiceUnavailable(line)
 
     def _explain_schema(self) -> ConfigError | None:
         revision = self.schema_revision()
@@ -189,9 +182,7 @@ def migrate(url: str) -> None:
         _create_folder(Path(parsed.database or ""))
     database = _open(parsed, create=True)
     try:
-        with database._explained_errors():
-            if database.schema_revision() != SCHEMA_REVISION:
-                _upgrade(database)
+        _bring_to_head(database)
     finally:
         database.close()
 
@@ -205,6 +196,12 @@ def insert_if_absent(connection: Connection, table: Table, values: Mapping[str, 
     """Insert one row unless its key is taken; says whether it was inserted."""
     statement = insert_into(connection, table).values(**values).on_conflict_do_nothing()
     return connection.execute(statement).rowcount == 1
+
+
+@retried
+def _bring_to_head(database: Database) -> None:
+    if database.schema_revision() != SCHEMA_REVISION:
+        _upgrade(database)
 
 
 def _upgrade(database: Database) -> None:
@@ -242,6 +239,8 @@ def _parse(url: str) -> URL:
         if not parsed.database or parsed.database == ":memory:":
             raise ConfigError(f"MOERL_DATABASE_URL: steps are processes and need a file; {URL_HELP}")
         return parsed.set(drivername="sqlite")
+    if url.partition("?")[0].count("@") > 1:  # read otherwise than it was meant, a part of the password would be shown
+        raise ConfigError("MOERL_DATABASE_URL: write @ in its password as %40, and / as %2F")
     if backend in ("postgresql", "postgres"):
         return parsed.set(drivername="postgresql+psycopg")
     raise ConfigError(f"MOERL_DATABASE_URL: {backend!r} is not supported; {URL_HELP}")
@@ -318,29 +317,3 @@ def _postgres_engine(url: URL) -> Engine:
 def _query_secrets(url: URL) -> list[str]:
     values = (url.query.get(key, "") for key in ("password", "sslpassword"))
     return [value for entry in values for value in ([entry] if isinstance(entry, str) else entry)]
-
-
-def _is_missing_object(error: Any) -> bool:
-    if isinstance(error, sqlite3.Error):
-        return any(phrase in str(error) for phrase in SQLITE_MISSING)
-    return getattr(error, "sqlstate", None) in POSTGRES_MISSING
-
-
-def _is_refusal(error: Any) -> bool:
-    if isinstance(error, sqlite3.Error):
-        return getattr(error, "sqlite_errorcode", -1) & 0xFF in SQLITE_REFUSALS
-    sqlstate = getattr(error, "sqlstate", None)
-    if sqlstate is None:  # psycopg itself failed: there is no connection (any more), or the URL's options are wrong
-        return type(error).__name__ == "OperationalError" or "invalid connection option" in str(error)
-    return str(sqlstate).startswith(POSTGRES_REFUSALS)
-
-
-def _remedy(error: Any) -> str:
-    reason = str(error)
-    if "full" in reason or "No space" in reason:
-        return "free some space and run it again"
-    if "locked" in reason or "lock timeout" in reason:
-        return "another process holds it; run it again when that has ended"
-    if "unable to open" in reason or "does not exist" in reason:
-        return "check MOERL_DATABASE_URL; python -m steps.init_run creates a SQLite file, not a PostgreSQL database"
-    return "check MOERL_DATABASE_URL and that the database is up"

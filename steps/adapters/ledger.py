@@ -12,6 +12,7 @@ from steps.adapters.attempts import (
     list_interruptions,
     record_interruption,
 )
+from steps.adapters.lease_history import UnitLeaseRow, list_unit_leases
 from steps.adapters.publications_ledger import (
     find_publication,
     get_publication,
@@ -43,6 +44,7 @@ __all__ = [
     "IterationRow",
     "PromptDraw",
     "RunRow",
+    "UnitLeaseRow",
     "begin_attempt",
     "create_run",
     "end_attempt",
@@ -60,6 +62,7 @@ __all__ = [
     "list_iterations",
     "list_publications",
     "list_runs",
+    "list_unit_leases",
     "plan_iteration",
     "record_evaluation",
     "record_interruption",

@@ -11,7 +11,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from steps.adapters.store import (
@@ -56,8 +56,8 @@ class LocalStore:
     def put_bytes(self, key: str, data: bytes, *, if_none_match: bool = False) -> ObjectInfo:
         target = self._path(key)
         with self._explained(key):
-            self._write(target, data, _link_new if if_none_match else os.replace)
-        return ObjectInfo(key=key, size_bytes=len(data), etag=_etag_of_bytes(data, target))
+            etag = self._write(target, data, _link_new if if_none_match else os.replace)
+        return ObjectInfo(key=key, size_bytes=len(data), etag=etag)
 
     def get_bytes(self, key: str) -> bytes:
         with self._explained(key):
@@ -82,10 +82,10 @@ class LocalStore:
         with self._explained(key), self._temporary() as temporary:
             shutil.copyfile(path, temporary)
             _sync(temporary)
+            info = _describe(key, temporary)  # before it is in its place, as in `_write`
+            if info is None or info.size_bytes != size_bytes:
+                raise DataError(f"{self.uri_of(key)}: {path} changed while it was stored; write it again")
             self._place(temporary, target, os.replace)
-        info = self.head(key)
-        if info is None or info.size_bytes != size_bytes:
-            raise DataError(f"{self.uri_of(key)}: {path} changed while it was stored; write it again")
         return info
 
     def download_file(self, key: str, path: Path, sha256: str | None = None) -> None:
@@ -125,13 +125,15 @@ class LocalStore:
     def _describe_listed(self, path: Path) -> ObjectInfo | None:
         return _describe(path.relative_to(self._root).as_posix(), path)
 
-    def _write(self, target: Path, data: bytes, place: Callable[[Path, Path], None]) -> None:
+    def _write(self, target: Path, data: bytes, place: Callable[[Path, Path], None]) -> str:
         with self._temporary() as temporary:
             with open(temporary, "wb") as stream:
                 stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
+            etag = _etag_of_bytes(data, temporary)  # as it stays in its place, where others may delete it at once
             self._place(temporary, target, place)
+        return etag
 
     def _place(self, temporary: Path, target: Path, place: Callable[[Path, Path], None]) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -142,10 +144,12 @@ class LocalStore:
     def _temporary(self) -> Iterator[Path]:
         self._temporaries.mkdir(parents=True, exist_ok=True)
         temporary = self._temporaries / uuid.uuid4().hex
-        try:
-            yield temporary
-        finally:
-            temporary.unlink(missing_ok=True)
+        with open(temporary, "wb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)  # says that its writer lives
+            try:
+                yield temporary
+            finally:
+                temporary.unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
@@ -159,14 +163,24 @@ class LocalStore:
         return explained_os_errors(f"store {self._root}, key {key}")
 
     def _remove_stale_temporaries(self) -> None:
-        """Remove what writers that were killed left behind."""
+        """Remove what writers that were killed left behind. Old alone proves nothing: a clock may have been set."""
         if not self._temporaries.is_dir():
             return
         oldest = time.time() - _STALE_TEMPORARY_S
         with self._explained(RESERVED_FOLDER):
             for entry in os.scandir(self._temporaries):
-                if entry.stat(follow_symlinks=False).st_mtime < oldest:
-                    Path(entry).unlink(missing_ok=True)
+                with suppress(FileNotFoundError):  # its writer has ended, or another process removes it
+                    if entry.stat(follow_symlinks=False).st_mtime < oldest and not _is_locked(Path(entry)):
+                        Path(entry).unlink()
+
+
+def _is_locked(path: Path) -> bool:
+    with open(path, "r+b") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _link_new(temporary: Path, target: Path) -> None:

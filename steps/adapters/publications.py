@@ -1,88 +1,70 @@
 """Immutable folders in the store (publications, checkpoints, batches), and the pointers that name one of them.
 
-A folder exists once its `manifest.json` does; that is written last, and only once. Readers trust nothing else. Files
-lie under their own names beside the manifest, so that a publication is loadable where it lies.
+A folder exists once its `manifest.json` does; that is written last, and only once. Readers trust nothing else. The
+files of each attempt to write a folder lie in a sub-folder of their own, which the manifest names: attempts never mix.
 """
 
-import fcntl
 import json
-import shutil
-from collections.abc import Collection, Iterable, Iterator
+import secrets
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from steps.adapters.store import (
-    AlreadyExists,
-    Conflict,
-    NotFound,
-    Store,
-    explained_os_errors,
-    sha256_of_bytes,
-    sha256_of_file,
-    validate_key,
+from steps.adapters.publications_manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    file_key,
+    manifest_key,
+    read_manifest,
 )
+from steps.adapters.store import AlreadyExists, Conflict, NotFound, Store, sha256_of_file
 from steps.errors import DataError, ServiceUnavailable
 
-MANIFEST_NAME = "manifest.json"
-_FORMAT = 1
-_PARALLEL_FILES = 4
+PARALLEL_FILES = 4
 _MAX_POINTER_TRIES = 50
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileEntry:
-    """One file of a folder; `path` is relative, with `/`."""
+class OtherContent(DataError):
+    """A folder is there already, and holds something else: `found`."""
 
-    path: str
-    size_bytes: int
-    sha256: str
+    def __init__(self, uri: str, found: Manifest, ours: Manifest) -> None:
+        super().__init__(
+            f"{uri}: holds another content already (manifest {found.sha256[:12]}, not {ours.sha256[:12]}); published"
+            " folders never change: use a new run, or keep what is there"
+        )
+        self.found = found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
-    """What a folder holds; `extra` is what its writer says about it (versions, parent, provenance, ...)."""
-
-    files: tuple[FileEntry, ...]
-    extra: dict[str, Any]
-
-    def to_bytes(self) -> bytes:
-        """Canonical JSON: equal manifests have equal bytes."""
-        return (json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, sort_keys=True) + "\n").encode()
-
-    @property
-    def sha256(self) -> str:
-        return sha256_of_bytes(self.to_bytes())
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(entry.size_bytes for entry in self.files)
+def new_upload_id() -> str:
+    """Name of one attempt to write a folder. Several processes that write parts of it share one."""
+    return secrets.token_hex(8)
 
 
 def upload_folder(store: Store, folder: Path, prefix: str, extra: dict[str, Any]) -> Manifest:
     """Write all files below `folder` under `prefix`, then the manifest; repeating it with equal content is harmless.
 
-    Raises DataError when `prefix` already holds another content; an existing manifest is found before anything is
+    Raises OtherContent when `prefix` already holds another content; an existing manifest is found before anything is
     written. Memory use is constant in the size of the files.
     """
-    return finish_folder(store, prefix, upload_files(store, folder, prefix), extra)
+    upload_id = new_upload_id()
+    return finish_folder(store, prefix, upload_id, upload_files(store, folder, prefix, upload_id), extra)
 
 
-def upload_files(store: Store, folder: Path, prefix: str) -> list[FileEntry]:
-    """Write all files below `folder` under `prefix`, without a manifest; what was written, for `finish_folder`.
+def upload_files(store: Store, folder: Path, prefix: str, upload_id: str) -> list[FileEntry]:
+    """Write all files below `folder` for the folder at `prefix`, no manifest; what was written, for `finish_folder`.
 
-    Several processes may each write a part of one folder so. Below an existing manifest nothing is written.
+    Several processes may each write a part of one folder so, under one upload id. Below an existing manifest nothing
+    is written.
     """
     paths = _relative_paths(folder)
-    if store.head(f"{prefix}/{MANIFEST_NAME}") is not None:
-        with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
-            return list(pool.map(lambda path: _describe(folder, path), paths))
+    if store.head(manifest_key(prefix)) is not None:
+        return describe_files(folder)
     # Two threads a file: hashing takes no time of its own while the network is the limit.
-    with ThreadPoolExecutor(_PARALLEL_FILES) as hashing, ThreadPoolExecutor(_PARALLEL_FILES) as sending:
+    with ThreadPoolExecutor(PARALLEL_FILES) as hashing, ThreadPoolExecutor(PARALLEL_FILES) as sending:
         described = [hashing.submit(_describe, folder, path) for path in paths]
-        sent = [sending.submit(store.upload_file, folder / path, f"{prefix}/{path}") for path in paths]
+        sent = [sending.submit(store.upload_file, folder / path, file_key(prefix, upload_id, path)) for path in paths]
         entries = [future.result() for future in described]
         stored_sizes = [future.result().size_bytes for future in sent]
     for entry, stored_bytes in zip(entries, stored_sizes, strict=True):
@@ -91,34 +73,36 @@ def upload_files(store: Store, folder: Path, prefix: str) -> list[FileEntry]:
     return entries
 
 
-def finish_folder(store: Store, prefix: str, entries: Iterable[FileEntry], extra: dict[str, Any]) -> Manifest:
-    """Write the manifest of files that lie under `prefix`; raises DataError when another one is there already."""
-    manifest = Manifest(files=tuple(sorted(entries, key=lambda entry: entry.path)), extra=extra)
-    try:
-        store.put_bytes(f"{prefix}/{MANIFEST_NAME}", manifest.to_bytes(), if_none_match=True)
-    except AlreadyExists:
-        return _require_same(store, prefix, manifest)
-    return manifest
+def describe_files(folder: Path) -> list[FileEntry]:
+    """Path, size and SHA-256 of all files below `folder`, ordered by path."""
+    with ThreadPoolExecutor(PARALLEL_FILES) as pool:
+        return list(pool.map(lambda path: _describe(folder, path), _relative_paths(folder)))
 
 
-def read_manifest(store: Store, prefix: str) -> Manifest:
-    """Read the manifest of `prefix`; raises NotFound when nothing was published there, DataError when malformed."""
-    key = f"{prefix}/{MANIFEST_NAME}"
-    return _parse_manifest(store.get_bytes(key), store.uri_of(key))
+def finish_folder(
+    store: Store, prefix: str, upload_id: str, entries: Iterable[FileEntry], extra: dict[str, Any]
+) -> Manifest:
+    """Write the manifest of files that were uploaded for `prefix` under `upload_id`; returns the one that stands.
 
-
-def fetch_folder(store: Store, prefix: str, cache_dir: Path) -> Path:
-    """Return a local copy of the folder at `prefix`, with its manifest: read-only by agreement, shared by processes.
-
-    The copy's name is the manifest's SHA-256. One process of the machine downloads it while the others wait. Raises
-    NotFound, or DataError naming the file, the expected and the found checksum.
+    Another attempt's manifest stands when it has equal content; the files of all other attempts are deleted. Raises
+    OtherContent when it hasn't.
     """
-    return _fetch(store, prefix, cache_dir, None)
+    files = tuple(sorted(entries, key=lambda entry: entry.path))
+    return finish_manifest(store, prefix, Manifest(files=files, extra=extra, upload_id=upload_id))
 
 
-def fetch_files(store: Store, prefix: str, cache_dir: Path, paths: Collection[str]) -> Path:
-    """As `fetch_folder`, but only these files of the folder are certain to be in the copy."""
-    return _fetch(store, prefix, cache_dir, paths)
+def finish_manifest(store: Store, prefix: str, manifest: Manifest) -> Manifest:
+    """As `finish_folder`."""
+    try:
+        store.put_bytes(manifest_key(prefix), manifest.to_bytes(), if_none_match=True)
+        standing = manifest
+    except AlreadyExists:
+        standing = read_manifest(store, prefix)
+    kept = (manifest_key(prefix), file_key(prefix, standing.upload_id, ""))
+    store.delete([info.key for info in store.list(prefix) if not info.key.startswith(kept)])
+    if standing.sha256 != manifest.sha256:
+        raise OtherContent(store.uri_of(prefix), standing, manifest)
+    return standing
 
 
 def move_pointer(store: Store, key: str, version: int, payload: dict[str, Any]) -> bool:
@@ -156,119 +140,11 @@ def _describe(folder: Path, path: str) -> FileEntry:
     return FileEntry(path=path, size_bytes=(folder / path).stat().st_size, sha256=sha256_of_file(folder / path))
 
 
-def _require_same(store: Store, prefix: str, manifest: Manifest) -> Manifest:
-    found = read_manifest(store, prefix)
-    if found.to_bytes() != manifest.to_bytes():
-        raise DataError(
-            f"{store.uri_of(prefix)}: holds another content already (manifest {found.sha256[:12]}, not"
-            f" {manifest.sha256[:12]}); published folders never change: use a new run, or keep what is there"
-        )
-    return found
-
-
-def _parse_manifest(data: bytes, uri: str) -> Manifest:
-    try:
-        raw = json.loads(data)
-        if raw["format"] != _FORMAT:
-            raise DataError(f"{uri}: format {raw['format']!r} is not {_FORMAT}; use the release that wrote it")
-        files = tuple(FileEntry(**entry) for entry in raw["files"])
-        for entry in files:
-            validate_key(entry.path)
-        return Manifest(files=files, extra=dict(raw["extra"]))
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{uri}: not a manifest ({error}); publish the folder again") from error
-
-
 def _parse_pointer(data: bytes, uri: str) -> dict[str, Any]:
     try:
         pointer = json.loads(data)
-        if not isinstance(pointer["version"], int):
+        if type(pointer["version"]) is not int:
             raise TypeError("version is not an integer")
         return dict(pointer)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{uri}: not a pointer ({error}); delete it and publish again") from error
-
-
-def _fetch(store: Store, prefix: str, cache_dir: Path, paths: Collection[str] | None) -> Path:
-    manifest = read_manifest(store, prefix)
-    wanted = {entry.path for entry in manifest.files} if paths is None else set(paths)
-    if unknown := sorted(wanted - {entry.path for entry in manifest.files}):
-        raise NotFound(f"{store.uri_of(prefix)}: its manifest names no file {unknown[0]}; write the folder again")
-    target = cache_dir.absolute() / manifest.sha256
-    with explained_os_errors(f"cache {cache_dir}"):
-        if not _missing(target, wanted):
-            return target
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with _exclusive(cache_dir / f"{manifest.sha256}.lock"):
-            if missing := _missing(target, wanted):
-                _download(store, prefix, manifest, missing, target)
-    return target
-
-
-def _download(store: Store, prefix: str, manifest: Manifest, missing: set[str], target: Path) -> None:
-    """Get the files, verify them all, and only then move them to their places."""
-    with _partial_folder(target) as folder:
-        entries = [entry for entry in manifest.files if entry.path in missing]
-        for parent in {(folder / entry.path).parent for entry in entries}:
-            parent.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
-            jobs = [
-                pool.submit(store.download_file, f"{prefix}/{entry.path}", folder / entry.path, entry.sha256)
-                for entry in entries
-            ]
-            for job in jobs:
-                job.result()
-        (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
-        fetched = [*(entry.path for entry in entries), MANIFEST_NAME]
-        stamps = _verified_stamps(target) | {path: _stamp(folder / path) for path in fetched}
-        _stamps_file(target).write_text(json.dumps(stamps))
-        for path in fetched:
-            (target / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).replace(target / path)
-
-
-def _missing(target: Path, wanted: set[str]) -> set[str]:
-    """Those of the files that are not in the cached copy as they were verified (hashing at each use is too slow)."""
-    verified = _verified_stamps(target)
-    return {
-        path for path in {*wanted, MANIFEST_NAME} if path not in verified or verified[path] != _stamp(target / path)
-    }
-
-
-def _verified_stamps(target: Path) -> dict[str, list[int]]:
-    try:
-        stamps: dict[str, list[int]] = json.loads(_stamps_file(target).read_text())
-    except (FileNotFoundError, ValueError):  # none yet, or another process is writing them: ask again under the lock
-        return {}
-    return stamps
-
-
-def _stamps_file(target: Path) -> Path:
-    return target.with_name(f"{target.name}.stamps.json")
-
-
-def _stamp(path: Path) -> list[int] | None:
-    """What changes when a file is written to; None when there is no file."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return [status.st_size, status.st_mtime_ns]
-
-
-@contextmanager
-def _partial_folder(target: Path) -> Iterator[Path]:
-    folder = target.with_name(f".partial-{target.name}")
-    shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed: the caller holds the lock
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -6,6 +6,7 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, select
 
 from steps.adapters.database import Database, database_clock, insert_if_absent
+from steps.adapters.retries import retried
 from steps.adapters.tables import evaluations, publications
 from steps.errors import DataError
 from steps.records import Evaluation, Publication
@@ -14,6 +15,7 @@ PUBLICATION_COLUMNS = [publications.c[name] for name in Publication.__dataclass_
 EVALUATION_COLUMNS = [evaluations.c[name] for name in Evaluation.__dataclass_fields__]
 
 
+@retried
 def record_publication(db: Database, publication: Publication) -> Publication:
     """Record a publication; recording it again changes nothing. Returns what is recorded.
 
@@ -32,18 +34,21 @@ def record_publication(db: Database, publication: Publication) -> Publication:
     return recorded
 
 
+@retried
 def get_publication(db: Database, run_id: str, policy_version: int) -> Publication:
     """Raises DataError when that version isn't published."""
     with db.read() as connection:
         return _require_publication(connection, run_id, policy_version)
 
 
+@retried
 def find_publication(db: Database, run_id: str, policy_version: int) -> Publication | None:
     """None when that version isn't published."""
     with db.read() as connection:
         return _find_publication(connection, run_id, policy_version)
 
 
+@retried
 def list_publications(db: Database, run_id: str) -> list[Publication]:
     """All publications of the run, by policy version."""
     statement = select(*PUBLICATION_COLUMNS).where(publications.c.run_id == run_id)
@@ -52,6 +57,7 @@ def list_publications(db: Database, run_id: str) -> list[Publication]:
         return [_publication(row) for row in rows.mappings()]
 
 
+@retried
 def record_evaluation(db: Database, evaluation: Evaluation) -> Evaluation:
     """Record the verdict on a published version. The first verdict stands; returns the one that is recorded.
 
@@ -68,6 +74,7 @@ def record_evaluation(db: Database, evaluation: Evaluation) -> Evaluation:
         return Evaluation(**connection.execute(statement).mappings().one())
 
 
+@retried
 def list_evaluations(db: Database, run_id: str) -> list[Evaluation]:
     """All verdicts of the run, by policy version."""
     statement = select(*EVALUATION_COLUMNS).where(evaluations.c.run_id == run_id)
@@ -76,6 +83,7 @@ def list_evaluations(db: Database, run_id: str) -> list[Evaluation]:
         return [Evaluation(**row) for row in rows.mappings()]
 
 
+@retried
 def last_validated(db: Database, run_id: str) -> Publication | None:
     """The newest publication that passed the gate; None when none did."""
     statement = (

@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, func, select, update
 
 from steps.adapters.database import Database, database_clock, insert_if_absent, insert_into
+from steps.adapters.retries import retried
 from steps.adapters.tables import iteration_metrics, iterations, prompt_draws, runs, work_units
 from steps.errors import ConfigError, DataError
 
@@ -49,6 +50,7 @@ class PromptDraw:
     """The iteration whose batch trained on the group."""
 
 
+@retried
 def create_run(db: Database, run_id: str, config_json: str, config_hash: str) -> RunRow:
     """Record a run, or return the one that is there.
 
@@ -67,12 +69,14 @@ def create_run(db: Database, run_id: str, config_json: str, config_hash: str) ->
     return run
 
 
+@retried
 def get_run(db: Database, run_id: str) -> RunRow:
     """Raises DataError when there is no such run."""
     with db.read() as connection:
         return _require_run(connection, run_id)
 
 
+@retried
 def list_runs(db: Database) -> list[RunRow]:
     """All runs, oldest first."""
     with db.read() as connection:
@@ -80,6 +84,7 @@ def list_runs(db: Database) -> list[RunRow]:
         return [RunRow(**row) for row in rows.mappings()]
 
 
+@retried
 def plan_iteration(
     db: Database,
     run_id: str,
@@ -146,12 +151,14 @@ def add_unit(
     )
 
 
+@retried
 def get_iteration(db: Database, run_id: str, iteration: int) -> IterationRow:
     """Raises DataError when the iteration isn't planned."""
     with db.read() as connection:
         return require_iteration(connection, run_id, iteration)
 
 
+@retried
 def list_iterations(db: Database, run_id: str) -> list[IterationRow]:
     """All planned iterations of the run, in order."""
     with db.read() as connection:
@@ -161,6 +168,7 @@ def list_iterations(db: Database, run_id: str) -> list[IterationRow]:
         return [IterationRow(**row) for row in rows.mappings()]
 
 
+@retried
 def last_cursor(db: Database, run_id: str) -> int:
     """Where the data cursor stands after the last planned iteration; 0 before the first."""
     with db.read() as connection:
@@ -168,6 +176,7 @@ def last_cursor(db: Database, run_id: str) -> int:
         return int(last.scalar_one() or 0)
 
 
+@retried
 def list_draws(db: Database, run_id: str, iteration: int) -> list[PromptDraw]:
     """The iteration's prompts by position, each with what came of it."""
     columns = [prompt_draws.c[name] for name in PromptDraw.__dataclass_fields__]
@@ -196,6 +205,7 @@ def drop_open_prompts(connection: Connection, run_id: str, iteration: int, reaso
         connection.execute(statement, [{"uid": uid, "reason": reason} for uid, reason in sorted(reasons.items())])
 
 
+@retried
 def set_iteration_metrics(db: Database, run_id: str, iteration: int, phase: str, metrics: Mapping[str, Any]) -> None:
     """Store a phase's metrics, replacing those of an earlier attempt.
 
@@ -215,6 +225,7 @@ def set_iteration_metrics(db: Database, run_id: str, iteration: int, phase: str,
         )
 
 
+@retried
 def get_iteration_metrics(db: Database, run_id: str, iteration: int) -> dict[str, dict[str, Any]]:
     """The metrics of each phase that has some."""
     with db.read() as connection:

@@ -1,107 +1,69 @@
 """A store in an S3 bucket, through boto3. The endpoint and the credentials come from boto3's own environment
 (AWS_ENDPOINT_URL_S3, AWS_PROFILE, pod identity, ...).
 
-Conditional writes send the ETag without quotes: AWS accepts both forms, radosgw only this one. No S3-compatible server
-that runs on a laptop checks the SDK's CRCs, so whoever knows a file's SHA-256 has it verified here, on download.
+Requests are repeated by `retries`, in full: boto3 itself repeats only the parts of a large transfer. Conditional writes
+send the ETag without quotes: AWS accepts both forms, radosgw only this one. No S3-compatible server that runs on a
+laptop checks the SDK's CRCs. So a small object is sent with its MD5, which they all check, and carries its SHA-256,
+which is checked by whoever reads it; and whoever knows a file's SHA-256 has it verified here, on download.
 """
 
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import boto3
 from boto3.exceptions import S3UploadFailedError
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    ConnectionError,
-    HTTPClientError,
-    IncompleteReadError,
-    NoCredentialsError,
-    PartialCredentialsError,
-    ReadTimeoutError,
-    ResponseStreamingError,
-)
-from s3transfer.exceptions import RetriesExceededError
-from tenacity import retry, retry_if_exception, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from botocore.exceptions import BotoCoreError, ClientError
 
+from steps.adapters import s3_errors
+from steps.adapters.retries import Outage, retried
+from steps.adapters.s3_download import Download
+from steps.adapters.s3_errors import (
+    DENIED,
+    EXPIRED,
+    LOST_PRECONDITION,
+    MISSING_KEY,
+    PASSING,
+    code_of,
+    damaged,
+    one_line,
+)
 from steps.adapters.store import (
     AlreadyExists,
     Conflict,
     NotFound,
     ObjectInfo,
     explained_os_errors,
-    masked,
     partial_file,
-    require_sha256,
+    sha256_of_bytes,
     validate_key,
 )
+from steps.environment import service_deadline_s
 from steps.errors import ConfigError, DataError, ServiceUnavailable
 
-UPLOAD_PART_BYTES = 64 << 20
-DOWNLOAD_PART_BYTES = 8 << 20
-"""Smaller than an upload's part: up to ten parts wait in memory for their turn to be hashed."""
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+UPLOAD_PART_BYTES = 16 << 20
+SMALL_FILE_BYTES = 4 << 20
+"""Up to this size a file is sent as a small object is: in one request that is checked end to end."""
+SHA256_METADATA = "moerl-sha256"
 
 _MAX_KEYS_PER_DELETE = 1000
 _BUCKET_PATTERN = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-_MISSING_KEY = {"NoSuchKey", "404", "NotFound"}
-_LOST_RACE = {"PreconditionFailed", "412"}
-_RACING_WRITE = {"ConditionalRequestConflict", "OperationAborted", "UnknownError"}
-"""AWS answers racing conditional writes with 409, radosgw with 500 UnknownError: the next try gets a clear answer."""
-_BAD_CREDENTIALS = {
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "InvalidToken",
-    "ExpiredToken",
-    "TokenRefreshRequired",
-    "AuthorizationHeaderMalformed",
-}
 
 _UPLOAD = TransferConfig(multipart_threshold=UPLOAD_PART_BYTES, multipart_chunksize=UPLOAD_PART_BYTES)
-_DOWNLOAD = TransferConfig(
-    multipart_threshold=DOWNLOAD_PART_BYTES,
-    multipart_chunksize=DOWNLOAD_PART_BYTES,
-    io_chunksize=1 << 20,  # fewer, larger hand-overs to the thread that hashes and writes
-    max_concurrency=8,
-)
-
-
-def _code(error: ClientError) -> str:
-    return error.response.get("Error", {}).get("Code", "unknown")
-
-
-def _one_line(error: Exception) -> str:
-    return masked(" ".join(str(error).split()))
-
-
-def _was_retried(error: ClientError) -> bool:
-    return error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0) > 0
-
-
-def _is_racing_write(error: BaseException) -> bool:
-    return isinstance(error, ClientError) and _code(error) in _RACING_WRITE
-
-
-_retry_racing_write = retry(
-    retry=retry_if_exception(_is_racing_write),
-    stop=stop_after_attempt(8),
-    wait=wait_random_exponential(multiplier=0.05, max=2),
-    reraise=True,
-)
-
-_retry_broken_stream = retry(
-    # boto3 retries until the answer's headers arrive; a body that breaks off later is ours to fetch again.
-    retry=retry_if_exception_type((ResponseStreamingError, ReadTimeoutError, IncompleteReadError)),
-    stop=stop_after_attempt(4),
-    wait=wait_random_exponential(multiplier=0.1, max=5),
-    reraise=True,
-)
+_REQUEST_TIMEOUT_S = 20.0
+_PART_TIMEOUT_S = 60.0
+_PART_TRIES = 5
 
 
 class S3Store:
@@ -113,28 +75,46 @@ class S3Store:
         self._bucket = bucket
         self._prefix = f"{validate_key(prefix)}/" if prefix else ""
         self._bucket_was_seen = False
-        # Hosts other than AWS seldom resolve bucket.host names.
-        custom = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        self._is_aws = not (os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"))
+        self._endpoint = self._client.meta.endpoint_url
+
+    @cached_property
+    def _client(self) -> "S3Client":
+        """For one request at a time, which `retries` repeats; given up early enough to be repeated."""
+        return self._connect(tries=1, read_timeout_s=min(_REQUEST_TIMEOUT_S, max(1.0, service_deadline_s() / 6)))
+
+    @cached_property
+    def _transfers(self) -> "S3Client":
+        """For large files, of which only the part that failed is to be sent again."""
+        return self._connect(tries=_PART_TRIES, read_timeout_s=_PART_TIMEOUT_S)
+
+    def _connect(self, tries: int, read_timeout_s: float) -> "S3Client":
         config = Config(
-            retries={"mode": "standard", "max_attempts": 5},
+            retries={"mode": "standard", "total_max_attempts": tries},
             connect_timeout=5,
-            read_timeout=60,
+            read_timeout=read_timeout_s,
             max_pool_connections=64,
-            s3={"addressing_style": "path" if custom else "auto"},
+            # Hosts other than AWS seldom resolve bucket.host names.
+            s3={"addressing_style": "auto" if self._is_aws else "path"},
             request_checksum_calculation="when_supported",
             response_checksum_validation="when_supported",
         )
         try:
             # A session of its own: boto3's default session isn't safe to share between threads.
-            self._client = boto3.session.Session().client("s3", config=config)
+            return boto3.session.Session().client("s3", config=config)
         except BotoCoreError as error:
             raise ConfigError(
-                f"{self.uri}: {_one_line(error)}; check AWS_PROFILE, AWS_REGION and AWS_ENDPOINT_URL_S3"
+                f"{self.uri}: {one_line(error)}; check AWS_PROFILE, AWS_REGION and AWS_ENDPOINT_URL_S3"
             ) from error
         except ValueError:  # its text holds the endpoint, which may hold a password
             raise ConfigError(
                 f"{self.uri}: the endpoint is no URL; correct AWS_ENDPOINT_URL_S3 (https://host:port)"
             ) from None
+
+    def _renew_credentials(self) -> None:
+        """The next client asks for them anew, wherever they come from: a file, a role, the pod's identity."""
+        for name in ("_client", "_transfers"):
+            self.__dict__.pop(name, None)
 
     @property
     def uri(self) -> str:
@@ -144,25 +124,29 @@ class S3Store:
         return f"s3://{self._bucket}/{self._name(key)}"
 
     def put_bytes(self, key: str, data: bytes, *, if_none_match: bool = False) -> ObjectInfo:
-        name = self._name(key)
-        with self._explained(key, "PutObject"):
-            if not if_none_match:
-                etag = self._client.put_object(Bucket=self._bucket, Key=name, Body=data)["ETag"]
-            else:
-                etag = self._put_if(key, data, AlreadyExists, IfNoneMatch="*")
-        return ObjectInfo(key=key, size_bytes=len(data), etag=etag.strip('"'))
+        if if_none_match:
+            return self._put_if(key, data, AlreadyExists, IfNoneMatch="*")
+        return self._put(key, data)
 
+    @retried
     def get_bytes(self, key: str) -> bytes:
+        name = self._name(key)
         with self._explained(key, "GetObject"):
-            return self._read(self._name(key))
+            answer = self._client.get_object(Bucket=self._bucket, Key=name)
+            data = answer["Body"].read()
+        sent_sha256 = answer["Metadata"].get(SHA256_METADATA)
+        if sent_sha256 is not None and sent_sha256 != (found := sha256_of_bytes(data)):
+            raise damaged(f"{self.uri_of(key)}: expected sha256 {sent_sha256}, found {found}")
+        return data
 
+    @retried
     def head(self, key: str) -> ObjectInfo | None:
         name = self._name(key)
         with self._explained(key, "HeadObject"):
             try:
                 found = self._client.head_object(Bucket=self._bucket, Key=name)
             except ClientError as error:
-                if _code(error) not in _MISSING_KEY:
+                if code_of(error) not in MISSING_KEY:
                     raise
                 self._require_bucket()
                 return None
@@ -170,32 +154,32 @@ class S3Store:
 
     def compare_and_swap(self, key: str, data: bytes, expected_etag: str | None) -> ObjectInfo:
         condition = {"IfNoneMatch": "*"} if expected_etag is None else {"IfMatch": expected_etag}
-        with self._explained(key, "PutObject"):
-            etag = self._put_if(key, data, Conflict, **condition)
-        return ObjectInfo(key=key, size_bytes=len(data), etag=etag.strip('"'))
+        return self._put_if(key, data, Conflict, **condition)
 
     def upload_file(self, path: Path, key: str) -> ObjectInfo:
         size_bytes = path.stat().st_size
-        with self._explained(key, "PutObject"):
-            try:
-                self._client.upload_file(str(path), self._bucket, self._name(key), Config=_UPLOAD)
-            except S3UploadFailedError as error:
-                raise error.__context__ or error from error  # boto3 hides the code that says what is wrong
+        if size_bytes <= SMALL_FILE_BYTES:
+            return self._put(key, path.read_bytes())
+        self._upload_in_parts(path, key)
         info = self.head(key)
-        if info is None or info.size_bytes != size_bytes:
-            found = "nothing" if info is None else f"{info.size_bytes} bytes"
-            raise DataError(f"{self.uri_of(key)}: expected {size_bytes} bytes, found {found}; write it again")
+        if info is None:  # it was stored, and another process has deleted it since
+            return ObjectInfo(key=key, size_bytes=size_bytes, etag="")
+        if info.size_bytes != size_bytes:
+            raise DataError(
+                f"{self.uri_of(key)}: expected {size_bytes} bytes, found {info.size_bytes} bytes; write it again"
+            )
         return info
 
+    @retried
     def download_file(self, key: str, path: Path, sha256: str | None = None) -> None:
         name = self._name(key)
         with explained_os_errors(f"downloading {self.uri_of(key)} to {path}"), partial_file(path) as temporary:
-            with self._explained(key, "GetObject"), open(temporary, "wb") as stream:
-                sink = _HashingSink(stream)
-                self._client.download_fileobj(self._bucket, name, sink, Config=_DOWNLOAD)  # type: ignore[arg-type]
-            if sha256 is not None:
-                require_sha256(self.uri_of(key), sha256, sink.digest.hexdigest())
+            with self._explained(key, "GetObject"):
+                found = Download(self._transfers, self._bucket, name, temporary).run()
+            if sha256 is not None and found != sha256:
+                raise damaged(f"{self.uri_of(key)}: expected sha256 {sha256}, found {found}")
 
+    @retried
     def list(self, prefix: str) -> list[ObjectInfo]:
         folder = prefix.strip("/")
         start = f"{self._name(folder)}/" if folder else self._prefix
@@ -212,55 +196,75 @@ class S3Store:
     def delete(self, keys: Iterable[str]) -> None:
         names = [self._name(key) for key in keys]
         for start in range(0, len(names), _MAX_KEYS_PER_DELETE):
-            batch = names[start : start + _MAX_KEYS_PER_DELETE]
-            with self._explained("", "DeleteObject"):
-                answer = self._client.delete_objects(
-                    Bucket=self._bucket, Delete={"Objects": [{"Key": name} for name in batch], "Quiet": True}
-                )
-            for refused in answer.get("Errors", []):
-                raise ServiceUnavailable(f"s3://{self._bucket}/{refused['Key']}: not deleted ({refused['Code']})")
+            self._delete_named(names[start : start + _MAX_KEYS_PER_DELETE])
 
-    @_retry_broken_stream
-    def _read(self, name: str) -> bytes:
-        return self._client.get_object(Bucket=self._bucket, Key=name)["Body"].read()
+    @retried
+    def _delete_named(self, names: Sequence[str]) -> None:
+        with self._explained("", "DeleteObject"):
+            answer = self._client.delete_objects(
+                Bucket=self._bucket, Delete={"Objects": [{"Key": name} for name in names], "Quiet": True}
+            )
+        for refused in answer.get("Errors", []):
+            line = f"s3://{self._bucket}/{refused['Key']}: not deleted ({refused['Code']})"
+            raise Outage(line) if refused["Code"] in PASSING else ServiceUnavailable(line)
 
     def _name(self, key: str) -> str:
         return self._prefix + validate_key(key)
 
-    def _put_if(self, key: str, data: bytes, lost: Callable[[str], Exception], **condition: str) -> str:
-        """Conditional PutObject; raise `lost(key)` when the condition doesn't hold. Returns the new ETag."""
-        retried = False
+    @retried
+    def _put(self, key: str, data: bytes) -> ObjectInfo:
+        with self._explained(key, "PutObject"):
+            return self._send(key, data)
 
-        @_retry_racing_write
-        def put() -> str:
-            nonlocal retried
+    def _put_if(self, key: str, data: bytes, lost: Callable[[str], Exception], **condition: str) -> ObjectInfo:
+        """Conditional PutObject; raise `lost(key)` when the condition doesn't hold."""
+        tries = 0
+
+        @retried
+        def put() -> ObjectInfo:
+            nonlocal tries
+            tries += 1
+            with self._explained(key, "PutObject"):
+                try:
+                    return self._send(key, data, **condition)
+                except ClientError as error:
+                    if code_of(error) not in LOST_PRECONDITION | MISSING_KEY:
+                        raise
+                    # The winner may be our own first try, whose answer was lost.
+                    current = self.head(key) if tries > 1 else None
+                    if current is not None and self.get_bytes(key) == data:
+                        return current
+                    raise lost(key) from error
+
+        return put()
+
+    def _send(self, key: str, data: bytes, **condition: str) -> ObjectInfo:
+        extra: dict[str, Any] = {"Metadata": {SHA256_METADATA: sha256_of_bytes(data)}, **condition}
+        if not self._is_aws:  # AWS checks the SDK's CRC
+            extra["ContentMD5"] = b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+        answer = self._client.put_object(Bucket=self._bucket, Key=self._name(key), Body=data, **extra)
+        return ObjectInfo(key=key, size_bytes=len(data), etag=answer["ETag"].strip('"'))
+
+    @retried
+    def _upload_in_parts(self, path: Path, key: str) -> None:
+        with self._explained(key, "PutObject"):
             try:
-                answer = self._client.put_object(Bucket=self._bucket, Key=self._name(key), Body=data, **condition)  # type: ignore[arg-type]
-            except ClientError as error:
-                retried = retried or _was_retried(error) or _is_racing_write(error)
-                raise
-            return answer["ETag"]
-
-        try:
-            return put()
-        except ClientError as error:
-            if _code(error) not in _LOST_RACE | _MISSING_KEY:
-                raise
-            # After a retry the winner may be our own first try, whose answer was lost.
-            current = self.head(key) if retried else None
-            if current is not None and self.get_bytes(key) == data:
-                return current.etag
-            raise lost(key) from error
+                self._transfers.upload_file(str(path), self._bucket, self._name(key), Config=_UPLOAD)
+            except S3UploadFailedError as error:
+                raise error.__context__ or error from error  # boto3 hides the code that says what is wrong
 
     def _require_bucket(self) -> None:
         """HEAD of a missing key and of a missing bucket get the same 404: tell them apart, once."""
-        if not self._bucket_was_seen:
-            try:
-                self._client.head_bucket(Bucket=self._bucket)
-            except ClientError as error:
-                if _code(error) in _MISSING_KEY:
-                    raise self._no_bucket() from error
-            self._bucket_was_seen = True
+        if self._bucket_was_seen:
+            return
+        try:
+            self._client.head_bucket(Bucket=self._bucket)
+        except ClientError as error:
+            if code_of(error) in MISSING_KEY:
+                raise self._no_bucket() from error
+            if code_of(error) not in DENIED:  # who may read objects need not be allowed to see the bucket
+                raise
+        self._bucket_was_seen = True
 
     def _no_bucket(self) -> ConfigError:
         return ConfigError(f"s3://{self._bucket}: no such bucket; create it, or correct MOERL_STORE")
@@ -270,44 +274,16 @@ class S3Store:
         """Turn boto3's exceptions into the store's, each in one line that names the bucket and the key."""
         where = f"s3://{self._bucket}/{self._prefix}{key}"
         try:
-            yield
-        except ClientError as error:
-            raise self._explain(error, where, action) from error
-        except (NoCredentialsError, PartialCredentialsError) as error:
-            raise ConfigError(
-                f"{where}: no AWS credentials; give the pod an IAM role, or set AWS_PROFILE or AWS_ACCESS_KEY_ID"
-            ) from error
-        except (ConnectionError, HTTPClientError, RetriesExceededError) as error:
-            raise ServiceUnavailable(
-                f"{where}: {masked(self._client.meta.endpoint_url)} can't be reached ({type(error).__name__});"
-                " check the network and AWS_ENDPOINT_URL_S3, then run again"
-            ) from error
-        except BotoCoreError as error:
-            raise ServiceUnavailable(f"{where}: {action} failed ({_one_line(error)}); run again") from error
-
-    def _explain(self, error: ClientError, where: str, action: str) -> Exception:
-        code = _code(error)
-        if code == "NoSuchBucket":
-            return self._no_bucket()
-        if code in _MISSING_KEY:
-            self._require_bucket()
-            return NotFound(f"{where}: not found in the store")
-        if code in _BAD_CREDENTIALS:
-            return ConfigError(f"{where}: the AWS credentials are refused ({code}); correct or renew them")
-        if code in ("AccessDenied", "403", "Forbidden"):
-            return ServiceUnavailable(
-                f"{where}: access denied; allow s3:{action} and s3:ListBucket on bucket {self._bucket} to this identity"
-            )
-        return ServiceUnavailable(f"{where}: the server refuses {action} ({code}); run again later")
-
-
-class _HashingSink:
-    """A file that can't seek: s3transfer fetches parts in parallel and hands them over in order, to be hashed."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self.digest = hashlib.sha256()
-
-    def write(self, chunk: bytes) -> int:
-        self.digest.update(chunk)
-        return self._stream.write(chunk)
+            try:
+                yield
+            except ClientError as error:
+                if code_of(error) == "NoSuchBucket":
+                    raise self._no_bucket() from error
+                if code_of(error) not in MISSING_KEY:
+                    raise
+                self._require_bucket()
+                raise NotFound(f"{where}: not found in the store") from error
+        except s3_errors.CAUGHT as error:
+            if code_of(error) in EXPIRED:
+                self._renew_credentials()
+            raise s3_errors.explain(error, where, action, self._endpoint) from error

@@ -2,7 +2,7 @@
 
 Token ids are little-endian int32 blobs, log-probabilities little-endian float32 blobs, versions int32 pairs of
 (version, number of tokens). A routing is two int32, layers and experts a token, and the int16 expert ids; only the
-first two when the ids lie in the store, at `routing_uri`.
+first two when the ids lie in the store, at `routing_uri`. A mask is a byte a token, 1 where the policy sampled it.
 """
 
 import math
@@ -10,8 +10,10 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from sqlalchemy import Connection, select
+
 from steps.adapters.tables import prompt_draws, rewards, samples
-from steps.records import Lease, Reward, Sample, SampleRouting, ScoredSample
+from steps.records import Lease, Reward, Sample, SampleRouting, ScoredSample, WorkUnit
 
 SAMPLE_COLUMNS = [
     samples.c.prompt_uid,
@@ -27,12 +29,13 @@ SAMPLE_COLUMNS = [
     samples.c.top_p,
     samples.c.routing,
     samples.c.routing_uri,
+    samples.c.mask,
 ]
 REWARD_COLUMNS = [rewards.c.status, rewards.c.value, rewards.c.detail]
 
 
 def sample_values(lease: Lease, sample: Sample) -> dict[str, Any]:
-    """The row of a sample, but for its worker. uint64 seeds are stored as the int64 of the same bits."""
+    """The row of a sample. uint64 seeds are stored as the int64 of the same bits."""
     run_lengths = _run_lengths(sample.versions_T)
     return {
         "run_id": lease.unit.run_id,
@@ -40,6 +43,7 @@ def sample_values(lease: Lease, sample: Sample) -> dict[str, Any]:
         "prompt_uid": sample.prompt_uid,
         "sample_index": sample.sample_index,
         "unit": lease.unit.unit,
+        "worker": lease.worker.name,
         "min_version": min(run_lengths[::2]),
         "num_tokens": len(sample.response_ids_T),
         "seed": sample.seed - 2**64 if sample.seed >= 2**63 else sample.seed,
@@ -52,13 +56,14 @@ def sample_values(lease: Lease, sample: Sample) -> dict[str, Any]:
         "logprobs": _pack_float32(sample.logprobs_T),
         "routing": None if sample.routing is None else _pack_routing(sample.routing),
         "routing_uri": (sample.routing.uri or None) if sample.routing is not None else None,
+        "mask": None if sample.mask_T is None else bytes(sample.mask_T),
     }
 
 
 def check_samples(lease: Lease, new_samples: Sequence[Sample]) -> None:
-    """Raise ValueError for what `complete_rollout` must not store."""
+    """Raise ValueError for what `commit_groups` must not store."""
     if lease.unit.kind != "rollout":
-        raise ValueError(f"complete_rollout needs a rollout lease, not {lease.unit.kind}")
+        raise ValueError(f"commit_groups needs a rollout lease, not {lease.unit.kind}")
     expected = set(lease.unit.prompt_uids)
     prompt_ids = {sample.prompt_uid: sample.prompt_ids for sample in new_samples}
     for sample in new_samples:
@@ -71,6 +76,11 @@ def check_samples(lease: Lease, new_samples: Sequence[Sample]) -> None:
             raise ValueError(
                 f"sample {sample.prompt_uid}/{sample.sample_index}: response_ids_T, logprobs_T and versions_T "
                 f"need one length of at least 1, not {length}, {len(sample.logprobs_T)}, {len(sample.versions_T)}"
+            )
+        if sample.mask_T is not None and (len(sample.mask_T) != length or not any(sample.mask_T)):
+            raise ValueError(
+                f"sample {sample.prompt_uid}/{sample.sample_index}: mask_T needs {length} values, one a token, "
+                f"and not all of them false; it has {len(sample.mask_T)}"
             )
         _check_routing(sample)
 
@@ -99,9 +109,20 @@ def check_scores(lease: Lease, scores: Sequence[Reward]) -> None:
             )
 
 
+def committed_groups(connection: Connection, unit: WorkUnit) -> dict[str, str | None]:
+    """Prompts of a rollout unit whose samples are stored, each with the token of the lease that they came by."""
+    statement = select(prompt_draws.c.prompt_uid, prompt_draws.c.lease_token).where(
+        prompt_draws.c.run_id == unit.run_id,
+        prompt_draws.c.iteration == unit.iteration,
+        prompt_draws.c.unit == unit.unit,
+        prompt_draws.c.prompt_ids.is_not(None),
+    )
+    return {uid: token for uid, token in connection.execute(statement)}
+
+
 def decode_sample(row: Sequence[Any]) -> Sample:
     uid, index, seed, prompt_ids, response_ids, response_text, logprobs, versions, finish_reason = row[:9]
-    temperature, top_p, routing, routing_uri = row[9 : len(SAMPLE_COLUMNS)]
+    temperature, top_p, routing, routing_uri, mask = row[9 : len(SAMPLE_COLUMNS)]
     return Sample(
         prompt_uid=uid,
         sample_index=index,
@@ -115,6 +136,7 @@ def decode_sample(row: Sequence[Any]) -> Sample:
         temperature=temperature,
         top_p=top_p,
         routing=None if routing is None else _unpack_routing(routing, routing_uri or ""),
+        mask_T=None if mask is None else tuple(map(bool, mask)),
     )
 
 

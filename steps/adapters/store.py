@@ -79,7 +79,11 @@ class Store(Protocol):
         """Describe an object without reading it; None when there is none."""
 
     def compare_and_swap(self, key: str, data: bytes, expected_etag: str | None) -> ObjectInfo:
-        """Replace an object only while it has `expected_etag` (None: only while there is none), or raise Conflict."""
+        """Replace an object only while it has `expected_etag` (None: only while there is none), or raise Conflict.
+
+        Conflict may also follow a swap that was done: its answer was lost, and another swap came before the next try.
+        Read the object again to know.
+        """
 
     def upload_file(self, path: Path, key: str) -> ObjectInfo:
         """Store a file of any size in constant memory, replacing an object at `key`."""

@@ -25,7 +25,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-SCHEMA_REVISION = "0003"
+SCHEMA_REVISION = "0005"
 """Alembic's newest revision, known without importing alembic."""
 
 metadata = MetaData(
@@ -95,10 +95,46 @@ work_units = Table(
     Column("leased_at", Double),
     Column("completed_at", Double),
     Column("prompt_uids_json", Text, nullable=False),
+    Column("backup_token", Text),
+    Column("backup_expires_at", Double),
     ForeignKeyConstraint(["run_id", "iteration"], ["iterations.run_id", "iterations.iteration"]),
     CheckConstraint("kind IN ('rollout', 'reward')", name="kind"),
     CheckConstraint("state IN ('pending', 'leased', 'done')", name="state"),
     CheckConstraint("state <> 'leased' OR (token IS NOT NULL AND expires_at IS NOT NULL)", name="lease"),
+)
+
+# The history of leases, one row each: open until `ended_at`. Who may complete a unit is said by `work_units` alone.
+unit_leases = Table(
+    "unit_leases",
+    metadata,
+    Column("token", Text, primary_key=True),
+    Column("run_id", Text, nullable=False),
+    Column("iteration", Integer, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("unit", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("worker", Integer, nullable=False),
+    Column("pod", Text, nullable=False),
+    Column("step_attempt_id", BigInteger, nullable=False),
+    Column("is_backup", Boolean(create_constraint=False), nullable=False),
+    Column("leased_at", Double, nullable=False),
+    Column("last_seen_at", Double, nullable=False),
+    Column("first_commit_at", Double),
+    Column("last_commit_at", Double),
+    Column("ended_at", Double),
+    Column("outcome", Text),
+    Column("samples", BigInteger, nullable=False, server_default="0"),
+    Column("tokens", BigInteger, nullable=False, server_default="0"),
+    Column("duplicate_samples", BigInteger, nullable=False, server_default="0"),
+    Column("duplicate_tokens", BigInteger, nullable=False, server_default="0"),
+    Column("abandoned_tokens", BigInteger, nullable=False, server_default="0"),
+    ForeignKeyConstraint(
+        ["run_id", "iteration", "kind", "unit"],
+        ["work_units.run_id", "work_units.iteration", "work_units.kind", "work_units.unit"],
+    ),
+    CheckConstraint("outcome IN ('done', 'returned', 'expired', 'lost')", name="outcome"),
+    CheckConstraint("(ended_at IS NULL) = (outcome IS NULL)", name="ended"),
+    Index(None, "run_id", "iteration", "kind", "unit"),
 )
 
 batches = Table(
@@ -130,6 +166,7 @@ prompt_draws = Table(
     Column("drop_reason", FreeText),
     Column("consumed_by", Integer),
     Column("prompt_ids", LargeBinary),
+    Column("lease_token", Text),
     ForeignKeyConstraint(["run_id", "iteration"], ["iterations.run_id", "iterations.iteration"]),
     ForeignKeyConstraint(
         ["run_id", "consumed_by"], ["batches.run_id", "batches.iteration"], name="fk_prompt_draws_batches"
@@ -164,6 +201,7 @@ samples = Table(
     Column("logprobs", LargeBinary, nullable=False),
     Column("routing", LargeBinary),
     Column("routing_uri", Text),
+    Column("mask", LargeBinary),
     ForeignKeyConstraint(
         ["run_id", "iteration", "prompt_uid"],
         ["prompt_draws.run_id", "prompt_draws.iteration", "prompt_draws.prompt_uid"],
@@ -238,8 +276,10 @@ step_attempts = Table(
     Column("provenance_json", FreeText, nullable=False),
     Column("metrics_json", FreeText, nullable=False),
     Column("transport_json", FreeText, nullable=False, server_default="{}"),
+    Column("token", Text),
     CheckConstraint("(ended_at IS NULL) = (exit_code IS NULL)", name="ended"),
     Index(None, "run_id", "iteration"),
+    Index(None, "token", unique=True),
 )
 
 interruptions = Table(
@@ -250,6 +290,8 @@ interruptions = Table(
     Column("reason", Text, nullable=False),
     Column("detail", FreeText, nullable=False),
     Column("created_at", Double, nullable=False),
+    Column("kind", Text, nullable=False, server_default="stop"),
+    Column("deadline_at", Double),
     UniqueConstraint("attempt_id", "reason"),
 )
 

@@ -1,21 +1,16 @@
 """Every task by its kind, every verifier by its name."""
 
+from collections.abc import Mapping, Sequence
+
 from steps.config import TaskConfig
 from steps.errors import ConfigError
 from steps.tasks import verifiers
-from steps.tasks.dataset import Dataset, Verifier
+from steps.tasks.dataset import Dataset, Verifier, prompt_content
 from steps.tasks.jsonl import build_jsonl
 from steps.tasks.procedural import build_procedural
 from steps.tasks.reasoning_gym_tasks import build_reasoning_gym, load_reasoning_gym_verifier
 
 __all__ = ["Dataset", "Verifier", "build_dataset", "demonstrations", "load_verifier"]
-
-_VERIFIERS: dict[str, Verifier] = {
-    "exact": verifiers.exact,
-    "numeric": verifiers.numeric,
-    "regex": verifiers.regex,
-    "per_position": verifiers.per_position,
-}
 
 
 def build_dataset(task: TaskConfig, seed: int) -> Dataset:
@@ -32,7 +27,7 @@ def build_dataset(task: TaskConfig, seed: int) -> Dataset:
     return build_procedural(task, seed)
 
 
-def demonstrations(task: TaskConfig, dataset: Dataset) -> list[tuple[str, str]]:
+def demonstrations(task: TaskConfig, dataset: Dataset) -> list[tuple[str | Sequence[Mapping[str, str]], str]]:
     """(prompt, response) pairs to imitate: the training prompts that have an answer.
 
     Raises:
@@ -43,7 +38,7 @@ def demonstrations(task: TaskConfig, dataset: Dataset) -> list[tuple[str, str]]:
         raise ConfigError(
             f"warmup.max_steps: with task.verifier = regex an answer is a pattern, not a response to learn; {remedy}"
         )
-    pairs = [(prompt.text, prompt.answer) for prompt in dataset.train if prompt.answer]
+    pairs = [(prompt_content(task, prompt), prompt.answer) for prompt in dataset.train if prompt.answer]
     if not pairs:
         raise ConfigError(f"warmup.max_steps: no training prompt has an answer to learn; {remedy}")
     return pairs
@@ -55,8 +50,8 @@ def load_verifier(task: TaskConfig) -> Verifier:
     Raises:
         ConfigError: the verifier does not exist or does not fit the task.
     """
-    if task.verifier in _VERIFIERS:
-        return _VERIFIERS[task.verifier]
+    if task.verifier in verifiers.BY_NAME:
+        return verifiers.BY_NAME[task.verifier]
     if task.verifier == "math_verify":
         return verifiers.load_math_verify()
     if task.verifier == "reasoning_gym":

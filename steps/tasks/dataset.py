@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from steps.config import TaskConfig
 from steps.records import Prompt
 
 Verifier = Callable[[Prompt, str], float]
@@ -27,11 +28,30 @@ class Dataset:
     """Every character of prompts and answers, sorted."""
 
 
-def make_prompt(text: str, answer: str, meta: dict[str, Any] | None = None) -> Prompt:
-    """A prompt whose uid is the first 64 bits, in hexadecimal, of the SHA-256 of its content."""
-    meta = meta or {}
-    digest = hashlib.sha256(_canonical_json([text, answer, meta]).encode())
-    return Prompt(uid=digest.hexdigest()[:16], text=text, answer=answer, meta=meta)
+def make_prompt(content: str | Sequence[dict[str, str]], answer: str, meta: dict[str, Any] | None = None) -> Prompt:
+    """A prompt whose uid is the first 64 bits, in hexadecimal, of the SHA-256 of its content.
+
+    A single message of the user is the same prompt as its text.
+    """
+    meta, messages = meta or {}, () if isinstance(content, str) else tuple(content)
+    if len(messages) == 1 and messages[0]["role"] == "user":
+        content, messages = messages[0]["content"], ()
+    digest = hashlib.sha256(_canonical_json([messages or content, answer, meta]).encode())
+    if isinstance(content, str):
+        text = content
+    else:
+        text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    return Prompt(uid=digest.hexdigest()[:16], text=text, answer=answer, meta=meta, messages=messages)
+
+
+def prompt_content(task: TaskConfig, prompt: Prompt) -> str | Sequence[Mapping[str, str]]:
+    """What an engine encodes: the prompt's text, or its messages after the task's system prompt."""
+    if task.prompt_format == "plain":
+        return prompt.text
+    messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+    if task.system_prompt and messages[0]["role"] != "system":
+        return [{"role": "system", "content": task.system_prompt}, *messages]
+    return messages
 
 
 def make_dataset(train: list[Prompt], heldout: list[Prompt], extra_characters: Iterable[str] = "") -> Dataset:

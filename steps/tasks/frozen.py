@@ -8,10 +8,11 @@ from typing import Any
 from steps.errors import DataError
 from steps.records import Prompt
 from steps.tasks.dataset import Dataset, make_prompt
-from steps.tasks.jsonl import BadRow, parse_row
+from steps.tasks.jsonl import BadRow, parse_messages, parse_row
 
 _UID_AT_END = re.compile(rb'"uid": "([0-9a-f]{16})"\}$')
-_ROW_TYPES: dict[str, type] = {"uid": str, "prompt": str, "answer": str, "meta": dict}
+_HEADER_TYPES: dict[str, tuple[type, ...]] = {"alphabet": (str,), "train": (int,), "heldout": (int,)}
+_ROW_TYPES: dict[str, tuple[type, ...]] = {"uid": (str,), "prompt": (str, list), "answer": (str,), "meta": (dict,)}
 
 
 def dataset_to_jsonl(dataset: Dataset) -> bytes:
@@ -22,7 +23,8 @@ def dataset_to_jsonl(dataset: Dataset) -> bytes:
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
-    return {"uid": prompt.uid, "prompt": prompt.text, "answer": prompt.answer, "meta": prompt.meta}
+    content = prompt.messages or prompt.text
+    return {"uid": prompt.uid, "prompt": content, "answer": prompt.answer, "meta": prompt.meta}
 
 
 def dataset_from_jsonl(data: bytes) -> Dataset:
@@ -43,7 +45,7 @@ class FrozenDataset:
 
     def __init__(self, data: bytes) -> None:
         self._lines = data.split(b"\n")
-        header = _frozen(self._lines[0], 1, {"alphabet": str, "train": int, "heldout": int})
+        header = _frozen(self._lines[0], 1, _HEADER_TYPES)
         self._alphabet: str = header["alphabet"]
         num_train, num_heldout = header["train"], header["heldout"]
         if min(num_train, num_heldout) < 0 or len(self._lines) != num_train + num_heldout + 2 or self._lines[-1]:
@@ -76,17 +78,22 @@ def _uid(raw: bytes, line: int) -> str:
 
 
 def _frozen_prompt(row: dict[str, Any], line: int) -> Prompt:
-    prompt = make_prompt(row["prompt"], row["answer"], row["meta"])
+    content = row["prompt"]
+    try:
+        content = content if isinstance(content, str) else parse_messages(content)
+    except BadRow as error:
+        raise DataError(f"frozen data set, line {line}: {error}") from error
+    prompt = make_prompt(content, row["answer"], row["meta"])
     if prompt.uid != row["uid"]:
         raise DataError(f"frozen data set, line {line}: uid does not match its content (restore the file)")
     return prompt
 
 
-def _frozen(raw: bytes, line: int, types: dict[str, type]) -> dict[str, Any]:
+def _frozen(raw: bytes, line: int, types: dict[str, tuple[type, ...]]) -> dict[str, Any]:
     try:
         row = parse_row(raw)
     except BadRow as error:
         raise DataError(f"frozen data set, line {line}: {error}") from error
-    if set(row) != set(types) or any(type(row[key]) is not kind for key, kind in types.items()):
+    if set(row) != set(types) or any(type(row[key]) not in kinds for key, kinds in types.items()):
         raise DataError(f"frozen data set, line {line}: not a row of a data set (restore the file)")
     return row

@@ -1,11 +1,13 @@
 """The user's rows: one JSON object a line, UTF-8."""
 
+import io
 import json
 import math
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
 
+from steps.adapters.store import read_uri
 from steps.config import TaskConfig
 from steps.errors import DataError
 from steps.records import Prompt
@@ -13,6 +15,7 @@ from steps.tasks.dataset import PRINTABLE_ASCII, Dataset, make_dataset, make_pro
 from steps.tasks.verifiers import answer_problem
 
 _KEYS = ("prompt", "answer", "id", "meta")
+_ROLES = ("system", "user", "assistant")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -27,7 +30,7 @@ def build_jsonl(task: TaskConfig, seed: int) -> Dataset:
     Raises:
         DataError: a row is wrong, a prompt is in both files, or there are too few rows.
     """
-    rows = _read(task.train_path, task.verifier)
+    rows = _read(task.train_path, task)
     lines = {prompt.text: line for line, prompt in rows}
     train = [prompt for _, prompt in rows]
     random.Random(f"jsonl/{seed}").shuffle(train)
@@ -44,7 +47,7 @@ def build_jsonl(task: TaskConfig, seed: int) -> Dataset:
 
 
 def _read_heldout(task: TaskConfig, train_lines: dict[str, int]) -> list[Prompt]:
-    rows = _read(task.heldout_path, task.verifier)
+    rows = _read(task.heldout_path, task)
     for line, prompt in rows:
         if prompt.text in train_lines:
             raise DataError(
@@ -54,9 +57,9 @@ def _read_heldout(task: TaskConfig, train_lines: dict[str, int]) -> list[Prompt]
     return [prompt for _, prompt in rows]
 
 
-def _read(path: str, verifier: str) -> list[tuple[int, Prompt]]:
+def _read(path: str, task: TaskConfig) -> list[tuple[int, Prompt]]:
     """Read `prompt`, `answer` and optional `id`, `meta` of every line, with the line's number; an id is kept as
-    meta["id"]. Blank lines are skipped; `verifier` names the one that must be able to use the answers.
+    meta["id"]. Blank lines are skipped; the task's verifier must be able to use the answers.
 
     Raises:
         DataError: `FILE:LINE: reason (what to do)` for the first line that is wrong.
@@ -66,7 +69,7 @@ def _read(path: str, verifier: str) -> list[tuple[int, Prompt]]:
     line_of_id: dict[str, int] = {}
     for line, raw in _lines(path):
         try:
-            prompt = _prompt(parse_row(raw), verifier)
+            prompt = _prompt(parse_row(raw), task)
             _refuse_duplicate(line_of_text, prompt.text, line, "prompt")
             if "id" in prompt.meta:
                 _refuse_duplicate(line_of_id, str(prompt.meta["id"]), line, "id")
@@ -81,7 +84,7 @@ def _read(path: str, verifier: str) -> list[tuple[int, Prompt]]:
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     """Numbered lines that are not blank, without the byte order mark that some editors write."""
     try:
-        with open(path, "rb") as file:
+        with _open(path) as file:
             for line, raw in enumerate(file, start=1):
                 if line == 1:
                     raw = raw.removeprefix(_BOM)
@@ -94,23 +97,50 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
         raise DataError(f"{path}: can't be read: {reason} (give a readable JSONL file)") from error
 
 
+def _open(path: str) -> BinaryIO:
+    """A file, or the object at an s3:// URI: a cluster's pods share no folder with whoever wrote the rows."""
+    return io.BytesIO(read_uri(path)) if path.startswith("s3://") else open(path, "rb")
+
+
 def _refuse_duplicate(seen: dict[str, int], value: str, line: int, what: str) -> None:
     first = seen.setdefault(value, line)
     if first != line:
         raise BadRow(f"the {what} {_shown(value)} is already on line {first} (keep one of the two)")
 
 
-def _prompt(row: dict[str, Any], verifier: str) -> Prompt:
+def _prompt(row: dict[str, Any], task: TaskConfig) -> Prompt:
     for key in row:
         if key not in _KEYS:
             raise BadRow(
                 f"unknown key {_shown(key)} (known are prompt, answer, id and meta; other data goes into meta)"
             )
-    text, answer = _text(row, "prompt"), _text(row, "answer")
-    problem = answer_problem(verifier, answer)
+    is_chat = isinstance(row.get("prompt"), list)
+    content = parse_messages(row["prompt"]) if is_chat else _text(row, "prompt")
+    if is_chat and task.prompt_format == "plain":
+        raise BadRow('prompt is a list of messages (set task.prompt_format = "chat", or write one string)')
+    answer = _text(row, "answer")
+    problem = answer_problem(task.verifier, answer)
     if problem:
         raise BadRow(f"{problem} (correct it, or choose another task.verifier)")
-    return make_prompt(text, answer, _meta(row))
+    return make_prompt(content, answer, _meta(row))
+
+
+def parse_messages(raw: Sequence[Any]) -> list[dict[str, str]]:
+    """The turns of a prompt; BadRow for what is none, and for turns that don't end with the user's."""
+    messages: list[dict[str, str]] = []
+    for number, message in enumerate(raw, start=1):
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise BadRow(f"message {number} of prompt is not an object of role and content (correct it)")
+        if message["role"] not in _ROLES:
+            raise BadRow(f"role of message {number} is {_shown(str(message['role']))} (use {', '.join(_ROLES)})")
+        if message["role"] == "system" and number > 1:
+            raise BadRow(f"message {number} is the system's (only the first one may be)")
+        if not isinstance(message["content"], str) or not message["content"].strip():
+            raise BadRow(f"content of message {number} is no text (write it, or remove the message)")
+        messages.append({"role": message["role"], "content": message["content"]})
+    if not messages or messages[-1]["role"] != "user":
+        raise BadRow("prompt does not end with a message of the user (the policy's answer follows it)")
+    return messages
 
 
 def _text(row: dict[str, Any], key: str) -> str:

@@ -7,10 +7,13 @@ import threading
 import time
 from dataclasses import dataclass
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from steps.errors import Interrupted
 from steps.records import Prompt, RewardStatus
-from steps.tasks.dataset import Verifier
+
+if TYPE_CHECKING:
+    from steps.tasks.dataset import Verifier
 
 Outcome = tuple[RewardStatus, float | None, str]
 """(status, value in 0..1 or None, detail)."""
@@ -35,7 +38,7 @@ class _Deadline:
             raise _OutOfTime
 
 
-def score(verifier: Verifier, prompt: Prompt, response: str, timeout_s: float) -> Outcome:
+def score(verifier: "Verifier", prompt: Prompt, response: str, timeout_s: float) -> Outcome:
     """Score one response: (status, value in 0..1 or None, detail).
 
     Whatever the verifier does is its status: a late answer is `timeout`, an exception, SystemExit, or a result that is
@@ -65,7 +68,7 @@ def score(verifier: Verifier, prompt: Prompt, response: str, timeout_s: float) -
     return late if deadline.passed else returned
 
 
-def _call(verifier: Verifier, prompt: Prompt, response: str, limit_s: float, deadline: _Deadline) -> Outcome:
+def _call(verifier: "Verifier", prompt: Prompt, response: str, limit_s: float, deadline: _Deadline) -> Outcome:
     try:
         deadline.armed = True
         # The interval strikes again where a bare `except:` swallowed the first alarm.

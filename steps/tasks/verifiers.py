@@ -3,17 +3,18 @@
 import functools
 import importlib
 import inspect
-import logging
 import math
 import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from steps.errors import ConfigError
 from steps.records import Prompt
-from steps.tasks.dataset import Verifier
+
+if TYPE_CHECKING:
+    from steps.tasks.dataset import Verifier
 
 NUMERIC_TOLERANCE = 1e-6
 """Largest difference that counts as equal, relative to the answer where it is above 1."""
@@ -60,6 +61,10 @@ def regex(prompt: Prompt, response: str) -> float:
     return float(re.fullmatch(prompt.answer, response.strip()) is not None)
 
 
+BY_NAME: "dict[str, Verifier]" = {"exact": exact, "numeric": numeric, "regex": regex, "per_position": per_position}
+"""Those that need nothing but this module."""
+
+
 def answer_problem(verifier: str, answer: str) -> str | None:
     """Why no response can ever satisfy this answer; None when all is well. Cheap enough for every row."""
     if verifier == "numeric" and last_number(answer) is None:
@@ -72,7 +77,7 @@ def answer_problem(verifier: str, answer: str) -> str | None:
     return None
 
 
-def load_math_verify() -> Verifier:
+def load_math_verify() -> "Verifier":
     """The math_verify package's symbolic comparison of LaTeX and plain expressions.
 
     A short text without delimiters in which the package finds nothing by itself is read as one formula.
@@ -88,6 +93,8 @@ def load_math_verify() -> Verifier:
         raise ConfigError(
             f"task.verifier = math_verify: {error.name} is not installed; install the extra `tasks`"
         ) from error
+
+    import logging
 
     # It warns, once a process, that its time limits are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -113,7 +120,7 @@ def load_math_verify() -> Verifier:
     return math_verify
 
 
-def load_entry_point(spec: str) -> Verifier:
+def load_entry_point(spec: str) -> "Verifier":
     """A user's `package.module:function`, called with (prompt text, response, answer, meta).
 
     Raises:

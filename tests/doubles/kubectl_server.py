@@ -1,6 +1,6 @@
 """An API server for kubectl itself, which Argo's executor runs for resource templates: it records what kubectl asks.
 
-Discovery (the old form, which every kubectl reads), and objects of the two kinds that our resource templates name. No
+Discovery (the old form, which every kubectl reads), and objects of the kinds that our resource templates name. No
 users, no schemas, no versions: `calls` is what a test holds against a Role.
 """
 
@@ -19,6 +19,8 @@ import yaml
 KINDS = {
     ("argoproj.io", "v1alpha1"): ("workflows", "Workflow"),
     ("jobset.x-k8s.io", "v1alpha2"): ("jobsets", "JobSet"),
+    ("apps", "v1"): ("statefulsets", "StatefulSet"),
+    ("", "v1"): ("services", "Service"),
 }
 
 
@@ -86,6 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _object(self, verb: str) -> None:
         parts = urlsplit(self.path).path.strip("/").split("/")
+        if parts[0] == "api":
+            parts = ["apis", "", *parts[1:]]  # Kubernetes' first group has no name
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if len(parts) not in (6, 7) or (parts[1], parts[2]) not in KINDS or parts[:1] + parts[3:5] != ["apis", *SCOPE]:
             self._send(404, _status(404, "NotFound"))
@@ -93,15 +97,15 @@ class _Handler(BaseHTTPRequestHandler):
         group, version, plural, name = parts[1], parts[2], parts[5], "".join(parts[6:])
         if verb == "get" and not name:
             verb = "watch" if "watch" in parse_qs(urlsplit(self.path).query) else "list"
-        self.state.calls.append((verb, f"{plural}.{group}"))
+        self.state.calls.append((verb, f"{plural}.{group}".rstrip(".")))
         if (
             verb == "patch"
             and (plural, name) not in self.state.objects
             and "apply-patch" in self.headers["Content-Type"]
         ):
             verb = "create"  # the server asks for this right as well
-            self.state.calls.append((verb, f"{plural}.{group}"))
-        self._answer(verb, (plural, name), json.loads(body) if body else {}, f"{group}/{version}")
+            self.state.calls.append((verb, f"{plural}.{group}".rstrip(".")))
+        self._answer(verb, (plural, name), json.loads(body) if body else {}, f"{group}/{version}".lstrip("/"))
 
     def _answer(self, verb: str, key: tuple[str, str], body: dict[str, Any], api_version: str) -> None:
         objects, plural = self.state.objects, key[0]
@@ -136,18 +140,16 @@ SCOPE = ["namespaces", "moerl"]
 def _discovery(path: str) -> dict[str, Any] | None:
     if path == "/api":
         return {"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": []}
-    if path == "/api/v1":
-        return {"kind": "APIResourceList", "groupVersion": "v1", "resources": []}
     if path == "/apis":
-        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group(*names) for names in KINDS]}
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group(*names) for names in KINDS if names[0]]}
     for (group, version), (plural, kind) in KINDS.items():
-        if path == f"/apis/{group}/{version}":
+        if path == (f"/apis/{group}/{version}" if group else f"/api/{version}"):
             verbs = ["create", "delete", "get", "list", "patch", "watch"]
             resource = {"name": plural, "singularName": kind.lower(), "namespaced": True, "kind": kind, "verbs": verbs}
             return {
                 "kind": "APIResourceList",
                 "apiVersion": "v1",
-                "groupVersion": f"{group}/{version}",
+                "groupVersion": f"{group}/{version}".lstrip("/"),
                 "resources": [resource],
             }
     return None

@@ -20,6 +20,8 @@ from workflows.cluster.installation import JOB_SETS, LOCAL_QUEUES
 CONFIG_MAPS = Resource(group="", version="v1", plural="configmaps")
 SECRETS = Resource(group="", version="v1", plural="secrets")
 SERVICE_ACCOUNTS = Resource(group="", version="v1", plural="serviceaccounts")
+SERVICES = Resource(group="", version="v1", plural="services")
+STATEFUL_SETS = Resource(group="apps", version="v1", plural="statefulsets")
 TASK_RESULTS = Resource(group="argoproj.io", version="v1alpha1", plural="workflowtaskresults", product="Argo Workflows")
 
 
@@ -64,6 +66,11 @@ ACCOUNT_RIGHTS: dict[str, tuple[Right, ...]] = {
     "moerl-gang": (
         *_rights("watchers", TASK_RESULTS, "create", "patch"),
         *_rights("training on several nodes", JOB_SETS, "get", "create", "patch", "delete"),
+    ),
+    "moerl-engines": (
+        *_rights("watchers", TASK_RESULTS, "create", "patch"),
+        *_rights("rollout engines", STATEFUL_SETS, "get", "create", "patch", "delete"),
+        *_rights("rollout engines", SERVICES, "get", "create", "patch", "delete"),
     ),
 }
 

@@ -15,6 +15,8 @@ Body = dict[str, Any]
 
 WORKFLOW_KINDS = ("Workflow", "WorkflowTemplate", "ClusterWorkflowTemplate", "CronWorkflow")
 GANG_KIND = "JobSet"
+SERVING_KINDS = ("StatefulSet", "Deployment", "DaemonSet", "ReplicaSet", "Service", "Pod")
+"""What a resource template can make that runs until it is deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

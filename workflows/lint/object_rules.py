@@ -5,10 +5,23 @@ JobSet: pkg/webhooks/jobset_webhook.go).
 import re
 from collections.abc import Iterator
 
-from workflows.lint.model import GANG_KIND, Body, Manifest, Manifests, Place, Rule, Template, listing, mapping, strings
+from workflows.lint.model import (
+    GANG_KIND,
+    SERVING_KINDS,
+    Body,
+    Manifest,
+    Manifests,
+    Place,
+    Rule,
+    Template,
+    listing,
+    mapping,
+    strings,
+)
 from workflows.lint.pods import pods
 
 GANG_KINDS = (GANG_KIND, "PyTorchJob", "MPIJob", "TrainJob", "RayJob", "Job")
+_MADE = ("Workflow", *GANG_KINDS, *SERVING_KINDS)
 GANG_CONDITIONS = {
     "successCondition": "status.terminalState == Completed",
     "failureCondition": "status.terminalState == Failed",
@@ -37,17 +50,17 @@ def _objects(manifests: Manifests, *kinds: str) -> Iterator[tuple[Template, Body
 
 
 def not_applied(manifests: Manifests) -> Iterator[Place]:
-    for template, resource, manifest in _objects(manifests, "Workflow", *GANG_KINDS):
+    for template, resource, manifest in _objects(manifests, *_MADE):
         if resource.get("action") == "create":
             yield _at(template, f"`create`: a watcher that was lost makes a second {manifest.kind} or fails")
 
 
 def changes_by_attempt(manifests: Manifests) -> Iterator[Place]:
-    for _, _, manifest in _objects(manifests, "Workflow", *GANG_KINDS):
+    for _, _, manifest in _objects(manifests, *_MADE):
         if "generateName" in mapping(manifest.body.get("metadata")):
             path = manifest.at("metadata.generateName")
             yield Place(manifest=manifest, path=path, problem="a new name at each attempt: two of them run at once")
-    for template, _, manifest in _objects(manifests, "Workflow", *GANG_KINDS):
+    for template, _, manifest in _objects(manifests, *_MADE):
         text = str(mapping(template.body["resource"]).get("manifest"))
         found = _OF_AN_ATTEMPT.search(text)
         if found:
@@ -56,7 +69,13 @@ def changes_by_attempt(manifests: Manifests) -> Iterator[Place]:
             )
             yield Place(manifest=manifest, path=manifest.at(""), problem=problem)
         named = _NAME.search(text)
-        if named and "{{inputs.parameters." in text and "inputs.parameters." not in named[1]:
+        # What serves may be applied again with another number of pods, say: it is the same one, changed.
+        if (
+            named
+            and manifest.kind not in SERVING_KINDS
+            and "{{inputs.parameters." in text
+            and "inputs.parameters." not in named[1]
+        ):
             problem = "the same name whatever the inputs: `apply` finds the first call's object, and skips the others"
             yield Place(manifest=manifest, path=manifest.at("metadata.name"), problem=problem)
 
@@ -73,13 +92,13 @@ def no_conditions(manifests: Manifests) -> Iterator[Place]:
 
 
 def no_owner(manifests: Manifests) -> Iterator[Place]:
-    for template, resource, manifest in _objects(manifests, "Workflow", *GANG_KINDS):
+    for template, resource, manifest in _objects(manifests, *_MADE):
         if resource.get("setOwnerReference") is not True:
             yield _at(template, f"the {manifest.kind} outlives the workflow's deletion")
 
 
 def no_exit_handler(manifests: Manifests) -> Iterator[Place]:
-    for template, _, made in _objects(manifests, "Workflow", *GANG_KINDS):
+    for template, _, made in _objects(manifests, *_MADE):
         if not _deleted_at_exit(template, made.kind):
             path = template.manifest.at(f"{template.manifest.spec_path}.onExit")
             problem = f"nothing deletes the {made.kind} of {template.name} when the workflow is stopped or fails"

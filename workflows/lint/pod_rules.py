@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from workflows.lint.model import Body, Manifests, Place, Rule, listing, mapping
+from workflows.lint.model import SERVING_KINDS, Body, Manifests, Place, Rule, listing, mapping
 from workflows.lint.pods import Pod, containers, environment, pods, resources
 from workflows.lint.tags import TAG
 from workflows.platform import EFA_RESOURCE, HUGEPAGE_BYTES, quantity_bytes
@@ -113,11 +113,13 @@ def no_deadline(manifests: Manifests) -> Iterator[Place]:
 
 
 def watcher_deadline(manifests: Manifests) -> Iterator[Place]:
+    """What serves never ends, so its watcher waits for its start alone."""
     for pod in pods(manifests):
         if pod.template is None or not pod.is_watcher:
             continue
         watches = mapping(pod.template.body.get("resource")).get("successCondition")
-        if watches and pod.template.body.get("activeDeadlineSeconds"):
+        ends = any(made.kind not in SERVING_KINDS for made in manifests.embedded_in(pod.template))
+        if watches and ends and pod.template.body.get("activeDeadlineSeconds"):
             yield _at(pod, pod.path, "activeDeadlineSeconds ends the watcher and leaves its object running")
 
 

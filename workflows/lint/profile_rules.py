@@ -20,6 +20,7 @@ from workflows.platform import (
 _WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "rollout": ("sampler",),
     "evaluate": ("sampler",),
+    "engine_host": ("engine",),
     "benchmark_rollout": ("sampler", "trainer"),
     "transport_probe": ("trainer",),
     "train": ("trainer", "solo_trainer"),
@@ -27,6 +28,8 @@ _WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "publish": ("publisher",),
 }
 """Module of steps -> the sizes that its pod may have; of any other, control."""
+_ENGINE = "engine_host"
+_INTERRUPTIBLE = ("rollout", "reward", _ENGINE)
 _ON_TRAINING_NODES = ("train", "transport_probe", "benchmark_rollout")
 _MODULE = re.compile(r"steps\.([a-z_]+)")
 _LAUNCHERS = ("torchrun",)
@@ -143,11 +146,12 @@ def node_selector(manifests: Manifests) -> Iterator[Place]:
 
 
 def transport_environment(manifests: Manifests) -> Iterator[Place]:
-    for pod, _, profile, _ in _on_gpus(manifests):
+    for pod, module, profile, _ in _on_gpus(manifests):
         if not _count(pod, EFA_RESOURCE):
             continue
         given = environment(pod.main)
-        for name, value in profile.transport_environment.items():
+        wanted = profile.engine_environment if module == _ENGINE else profile.transport_environment
+        for name, value in wanted.items():
             if name not in given:
                 yield _at(pod, f"{name} is not set, on {profile.name} it is {value!r}")
             elif given[name].get("value") != value:
@@ -159,7 +163,7 @@ def capacity(manifests: Manifests) -> Iterator[Place]:
         return
     for pod, module, profile, _ in _steps(manifests):
         domain: FailureDomain = "training" if module in _ON_TRAINING_NODES else "stable"
-        wanted = {profile.capacity[domain], *(("spot", "on-demand") if module in ("rollout", "reward") else ())}
+        wanted = {profile.capacity[domain], *(("spot", "on-demand") if module in _INTERRUPTIBLE else ())}
         plain = [value for value in pod.capacity_types if "{{" not in value]
         if not pod.capacity_types:
             yield _at(pod, f"it says nothing of {CAPACITY_TYPE_LABEL}, on {profile.name} {_either(sorted(wanted))}")

@@ -174,10 +174,15 @@ def _object_verbs(manifests: Manifests, pod: Pod) -> dict[tuple[str, str], set[s
     if held:
         return {_resource_of(manifest): verbs.get(str(action), set()) for manifest in held}
     flags = strings(mapping(template.body.get("resource")).get("flags"))
-    names = [flag for flag in flags if not flag.startswith("-") and "." in flag]
-    plural, _, group = names[0].partition(".") if names else ("", "", "")
     by_label = any(flag.startswith(("--selector", "-l")) for flag in flags)
-    return {(group, plural): {"delete", "list" if by_label else "delete"}} if plural else {}
+    return {kind: {"delete", "list" if by_label else "delete"} for kind in _deleted_kinds(flags)}
+
+
+def _deleted_kinds(flags: list[str]) -> set[tuple[str, str]]:
+    """(API group, resource) of `kubectl delete`: KIND/NAME KIND/NAME ..., or KIND before a name or a selector."""
+    words = [flag for flag in flags if not flag.startswith("-")]
+    kinds = [word.partition("/")[0] for word in words if "/" in word] or words[:1]
+    return {(group, plural) for plural, _, group in (kind.partition(".") for kind in kinds)}
 
 
 def _resource_of(manifest: Manifest) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from steps.errors import ConfigError, ServiceUnavailable
+from workflows.local.chaos import NOTICE_VARIABLE, disturbed
 from workflows.local.model import Container, EnvVar, Template
 from workflows.local.outputs import collect_files
 from workflows.local.status import NodeStatus
@@ -46,12 +47,17 @@ class PodFiles:
     def progress(self) -> Path:
         return self.folder / "progress"
 
+    @property
+    def notice(self) -> Path:
+        return self.folder / "notice"
+
     def prepare(self) -> None:
         """Empty outputs: a step that runs again must not find the last attempt's. ServiceUnavailable: the disk."""
         try:
             shutil.rmtree(self.outputs, ignore_errors=True)
             self.outputs.mkdir(parents=True)
             self.progress.unlink(missing_ok=True)
+            self.notice.unlink(missing_ok=True)
         except OSError as error:
             raise ServiceUnavailable(f"can't write {self.folder}: {error.strerror}") from None
 
@@ -82,7 +88,8 @@ async def run_container(
             pod = Pod(run, node, files, step, kill, grace_s)
             if not await pod.started():
                 return never_started(run, node, kill.result())
-            code, reason = await pod.supervise(deadline_s)
+            async with disturbed(run.session.settings.chaos, pod):
+                code, reason = await pod.supervise(deadline_s)
     finally:
         del run.pods[node.name]
     conclude(run, node, template, files, scope, code, reason)
@@ -148,6 +155,10 @@ class Pod:
     def give_reason(self, reason: str) -> None:
         if not self.kill.done():
             self.kill.set_result(reason)
+
+    def delete(self) -> None:
+        """As `kubectl delete pod`."""
+        self.give_reason(POD_DELETED)
 
     async def terminate(self) -> None:
         """SIGTERM, the grace period, SIGKILL."""
@@ -241,6 +252,8 @@ def pod_environment(
     env |= settings.extra_env
     env["MOERL_OUTPUTS_DIR"] = str(files.outputs)
     env["ARGO_PROGRESS_FILE"] = str(files.progress)
+    if settings.chaos is not None:
+        env[NOTICE_VARIABLE] = str(files.notice)
     return env
 
 

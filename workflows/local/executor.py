@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from steps.errors import ConfigError
+from workflows.local.chaos import Chaos
 from workflows.local.events import Event
 from workflows.local.parsing import parse_template_manifest, parse_workflow
 from workflows.local.session import Session, Settings
@@ -31,6 +32,7 @@ class LocalCluster:
     extra_env: variables that win over the manifests' own.
     max_parallel_pods: the machine's capacity (default: its CPUs); more pods wait in phase Pending.
     backoff_scale: 1.0 waits as long as the manifests say; 0 not at all.
+    chaos: faults that are to strike the pods.
     preload: modules that the warm server imports once for all steps; the default suits this project's own.
     Raises ConfigError for a template that uses what is not known here.
     """
@@ -47,6 +49,7 @@ class LocalCluster:
         extra_env: Mapping[str, str] | None = None,
         max_parallel_pods: int | None = None,
         backoff_scale: float = 0.05,
+        chaos: Chaos | None = None,
         preload: Preload = DEFAULT_PRELOAD,
     ) -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -71,6 +74,7 @@ class LocalCluster:
             extra_env=dict(extra_env or {}),
             max_parallel_pods=max_parallel_pods or os.cpu_count() or 1,
             backoff_scale=backoff_scale,
+            chaos=chaos,
         )
 
     def __enter__(self) -> Self:

@@ -306,7 +306,8 @@ def _resource(fields: Fields) -> Resource:
 
 def _check_resource(resource: Resource, where: str) -> None:
     waits = resource.success_condition or resource.failure_condition
-    if resource.action in ("apply", "create") and not waits:
+    is_at_once = "\nkind: Service\n" in f"\n{resource.manifest}"  # there is nothing of it to wait for
+    if resource.action in ("apply", "create") and not waits and not is_at_once:
         refuse(where, "needs successCondition or failureCondition: without one Argo does not wait for the object")
     if resource.action in ("apply", "create", "get") and not resource.manifest:
         refuse(where, f"{resource.action} needs a manifest")

@@ -30,6 +30,8 @@ KINDS = {
     "JobSet": ("jobset", "jobsets", "jobset.jobset.x-k8s.io", "jobsets.jobset.x-k8s.io"),
 }
 """Each kind, and how kubectl may be told it."""
+NEVER_HERE = ("statefulset", "statefulsets", "statefulsets.apps", "service", "services")
+"""Kinds that are never made on this machine, as kubectl may be told them: `apply` refuses them."""
 DELETED = "The resource has been deleted while its status was still being checked. Will not be retried"
 # kubectl's; Argo adds the first itself (getKubectlArguments). Here a deletion is always waited for.
 _FLAGS_WITHOUT_EFFECT = ("--ignore-not-found", "--wait", "--cascade", "--now")
@@ -147,16 +149,21 @@ async def _delete(run: "WorkflowRun", resource: Resource, scope: Mapping[str, st
     """Argo deletes with --ignore-not-found: what is not there needs no deletion."""
     if resource.manifest:
         manifest = _manifest(resource, scope, where)
-        kind, name, selector = str(manifest.get("kind")), str((manifest.get("metadata") or {}).get("name")), ""
+        targets = [(str(manifest.get("kind")), str((manifest.get("metadata") or {}).get("name")), "")]
     else:
-        kind, name, selector = _deleted_by_flags([substitute(flag, scope, where) for flag in resource.flags], where)
+        targets = _deleted_by_flags([substitute(flag, scope, where) for flag in resource.flags], where)
+    for kind, name, selector in targets:
+        await _delete_one(run, kind, name, selector, where)
+
+
+async def _delete_one(run: "WorkflowRun", kind: str, name: str, selector: str, where: str) -> None:
     known = next((known for known, words in KINDS.items() if kind.lower() in words), kind)
     if known == "Workflow":
         for workflow in _selected(run, selector) if selector else [name]:
             await run.session.delete(workflow)
     elif known == "JobSet" and not selector:
         await run.session.job_sets.delete(name)
-    else:
+    elif kind.lower() not in NEVER_HERE:
         by = f" by selector {selector}" if selector else ""
         raise ConfigError(f"{where}: delete of kind {kind}{by} is not known to the local executor")
 
@@ -166,8 +173,8 @@ def _selected(run: "WorkflowRun", selector: str) -> list[str]:
     return [status.name for status in run.session.statuses() if all_true(selector, status.kubernetes_labels().get)]
 
 
-def _deleted_by_flags(flags: list[str], where: str) -> tuple[str, str, str]:
-    """(kind, name, "") or (kind, "", selector)."""
+def _deleted_by_flags(flags: list[str], where: str) -> list[tuple[str, str, str]]:
+    """(kind, name, "") for each KIND/NAME or for KIND NAME, or (kind, "", selector)."""
     words: list[str] = []
     selector = ""
     queue = list(flags)
@@ -179,10 +186,12 @@ def _deleted_by_flags(flags: list[str], where: str) -> tuple[str, str, str]:
             words.append(f"{flag}{has_value}{value}")
         elif flag not in _FLAGS_WITHOUT_EFFECT:
             raise ConfigError(f"{where}: flag {flag} is not known to the local executor")
+    if words and not selector and all("/" in word for word in words):
+        return [(kind, name, "") for kind, _, name in (word.partition("/") for word in words)]
     if len(words) == 2 and not selector:
-        return words[0], words[1], ""
+        return [(words[0], words[1], "")]
     if len(words) == 1 and selector:
-        return words[0], "", selector
+        return [(words[0], "", selector)]
     raise ConfigError(f"{where}: delete needs a manifest, or flags KIND NAME, or flags KIND --selector=...")
 
 

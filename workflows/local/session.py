@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steps.errors import ConfigError
+from workflows.local.chaos import Chaos
 from workflows.local.containers import POD_DELETED
 from workflows.local.events import Event, OnEvent
 from workflows.local.gangs import JobSets
@@ -33,6 +34,7 @@ class Settings:
     extra_env: Mapping[str, str]
     max_parallel_pods: int
     backoff_scale: float
+    chaos: Chaos | None = None
     namespace: str = "local"
     node_name: str = "local"
 

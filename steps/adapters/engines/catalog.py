@@ -3,22 +3,19 @@
 from pathlib import Path
 
 from steps.adapters.engines.base import Engine
+from steps.adapters.engines.server_kind import ServerKind
+from steps.adapters.engines.sglang_server import SglangServer
 from steps.adapters.engines.torch_engine import TorchEngine
+from steps.adapters.engines.vllm_server import VllmServer
 
-_ENGINES = {"torch": TorchEngine}
+SERVER_KINDS: dict[str, ServerKind] = {"vllm": VllmServer(), "sglang": SglangServer()}
 
 
 def load_engine(name: str, folder: Path, policy_version: int, *, record_routing: bool = False) -> Engine:
-    """The engine that `rollout.engine` names, on a publication's folder.
+    """An engine inside this process, on a publication's folder. Raises ValueError for a name that is no such engine.
 
-    `record_routing`: responses come with the experts that their tokens went to. Raises ValueError for a name that does
-    not exist, and for an engine that can't record.
+    `record_routing`: responses come with the experts that their tokens went to.
     """
-    if name not in _ENGINES:
-        raise ValueError(f"rollout.engine {name!r} does not exist: use one of {', '.join(sorted(_ENGINES))}")
-    engine = _ENGINES[name]
-    if record_routing and not engine.can_record_routing:
-        raise ValueError(
-            f"rollout.engine {name!r} does not tell the experts of a token: set moe.routing_replay to trainer or none"
-        )
-    return engine.load(folder, policy_version, record_routing=record_routing)
+    if name != "torch":
+        raise ValueError(f"rollout.engine {name!r} is not an engine inside the worker: use torch")
+    return TorchEngine.load(folder, policy_version, record_routing=record_routing)

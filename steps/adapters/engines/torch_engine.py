@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -10,14 +10,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from moe.config import SamplingConfig
 from moe.model import default_device, load_model
 from moe.sampler import SampledResponse, Sampler
-from moe.tokenizer import decode_response, encode_prompt, load_tokenizer
-from steps.errors import DataError
+from moe.tokenizer import PromptContent, decode_response, load_tokenizer
+from steps.adapters.engines.base import OnResponse
+from steps.adapters.engines.tokens import encode
 
 
 class TorchEngine:
     """Samples from a model in memory; `load` takes one from a publication folder."""
 
     can_record_routing: ClassVar[bool] = True
+    streams_responses: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -29,7 +31,14 @@ class TorchEngine:
     ) -> None:
         self.policy_version = policy_version
         self._tokenizer = tokenizer
-        self._sampler = Sampler(model, (tokenizer.eos_token_id,), tokenizer.pad_token_id, record_routing=record_routing)
+        self._record_routing = record_routing
+        self._sampler = Sampler(
+            model,
+            (tokenizer.eos_token_id,),
+            tokenizer.pad_token_id,
+            tokenizer=tokenizer,
+            record_routing=record_routing,
+        )
 
     @classmethod
     def load(cls, folder: Path, policy_version: int, *, record_routing: bool = False) -> "TorchEngine":
@@ -38,11 +47,8 @@ class TorchEngine:
         model = load_model(folder).to(default_device())
         return cls(model, load_tokenizer(folder), policy_version, record_routing=record_routing)
 
-    def encode(self, text: str) -> list[int]:
-        try:
-            return encode_prompt(self._tokenizer, text)
-        except ValueError as error:
-            raise DataError(str(error)) from None
+    def encode(self, content: PromptContent) -> list[int]:
+        return encode(self._tokenizer, content)
 
     def decode(self, response_ids: Sequence[int]) -> str:
         return decode_response(self._tokenizer, list(response_ids))
@@ -55,5 +61,16 @@ class TorchEngine:
         *,
         greedy: bool = False,
         stop: Callable[[], bool] | None = None,
+        on_response: OnResponse | None = None,
     ) -> list[SampledResponse]:
         return self._sampler.sample(prompts, seeds, sampling, greedy=greedy, stop=stop)
+
+    def refresh(self, folder: Path, policy_version: int) -> None:
+        loaded = TorchEngine.load(folder, policy_version, record_routing=self._record_routing)
+        self.policy_version, self._sampler, self._tokenizer = policy_version, loaded._sampler, loaded._tokenizer
+
+    def report(self) -> dict[str, Any]:
+        return {"engine": "torch", "engine_version": torch.__version__, "policy_version": self.policy_version}
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
