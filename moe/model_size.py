@@ -1,7 +1,6 @@
 """What a model weighs, from its configuration alone: parameters are counted on the meta device, nothing is loaded."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +15,10 @@ from moe.dispatch.nccl_ep import nccl_ep_problems
 from moe.experts import expert_modules
 from moe.families import experts_per_token, refuse_unsupported
 from moe.model import empty_model
+from moe.model_shape import ModelShape
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSize:
-    """Sizes of one model; numbers of parameters count elements, whatever their dtype."""
-
-    family: str
-    num_layers: int
-    num_moe_layers: int
-    hidden_size: int
-    vocab_size: int
-    num_experts: int
-    top_k: int
-    expert_width: int
-    """Hidden units of one expert."""
-    query_width: int
-    """Attention heads times their size."""
-    key_value_values: int
-    """Numbers that one token keeps in the cache, over all layers."""
-    total_parameters: int
-    expert_parameters: int
-    """Of all routed experts; the rest is attention, routers, norms, shared experts and embeddings."""
-    embedding_parameters: int
-    """Rows that a token looks up; no multiplication is done with them."""
-    largest_layer_parameters: int
-    """Of the decoder layer with the most weights besides its routed experts."""
-
-    @property
-    def dense_parameters(self) -> int:
-        return self.total_parameters - self.expert_parameters
-
-    @property
-    def active_parameters(self) -> int:
-        """Weights that one token meets in a multiplication."""
-        used = self.expert_parameters * self.top_k // self.num_experts
-        return self.dense_parameters - self.embedding_parameters + used
-
-
-def measure(folder: Path) -> ModelSize:
+def measure(folder: Path) -> ModelShape:
     """The size of the model that `folder`/config.json describes.
 
     Raises ValueError of one line for a configuration that can't be read, and for a family that is not supported.
@@ -67,7 +31,7 @@ def measure(folder: Path) -> ModelSize:
         raise ValueError(f"model family {text.model_type} has no fused experts: nothing to plan for")
     routed = {id(parameter) for module in experts for parameter in module.parameters()}
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    return ModelSize(
+    return ModelShape(
         family=text.model_type,
         num_layers=text.num_hidden_layers,
         num_moe_layers=len(experts),
@@ -86,7 +50,7 @@ def measure(folder: Path) -> ModelSize:
 
 
 def exchange_problems(
-    size: ModelSize, moe: MoeConfig, ranks: int, ranks_per_node: int, tokens_per_rank: int
+    size: ModelShape, moe: MoeConfig, ranks: int, ranks_per_node: int, tokens_per_rank: int
 ) -> Iterator[str]:
     """Limits of `moe.dispatcher` that this model breaks on `ranks` ranks, one line each; no library is needed.
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from moe.families import FAMILIES
-from moe.model_size import ModelSize, exchange_problems, measure
+from moe.model_shape import ModelShape
+from moe.model_size import exchange_problems, measure
 from moe.tokenizer import build_char_tokenizer
 from steps.adapters.store import open_store
 from steps.arguments import StepParser, positive_int
@@ -41,12 +42,11 @@ def main() -> None:
     print(json.dumps(_answer(config, size, source, arguments.ranks_per_node), sort_keys=True))
 
 
-def _answer(config: RunConfig, size: ModelSize, source: str, ranks_per_node: int) -> dict[str, object]:
+def _answer(config: RunConfig, size: ModelShape, source: str, ranks_per_node: int) -> dict[str, object]:
     sampling, micro = config.rollout.sampling, config.train.update.micro_batch_tokens
     tokens = max(micro, sampling.max_prompt_tokens, sampling.max_new_tokens)
     problems = exchange_problems(size, config.moe, config.train.ranks, ranks_per_node, tokens)
-    derived = {"dense_parameters": size.dense_parameters, "active_parameters": size.active_parameters}
-    return {"size": asdict(size) | derived, "source": source, "exchange_problems": list(problems)}
+    return {"size": asdict(size), "source": source, "exchange_problems": list(problems)}
 
 
 def _write_model_config(config: RunConfig, folder: Path) -> str:

@@ -37,9 +37,9 @@ SIZES: dict[str, Any] = {
     "expert_parameters": 28991029248,
     "embedding_parameters": 311164928,
     "largest_layer_parameters": 19140864,
-    "dense_parameters": 1541093376,
-    "active_parameters": 3041867776,
 }
+
+DENSE = SIZES["total_parameters"] - SIZES["expert_parameters"]
 
 
 def setting(config: RunConfig | None = None, profile: str = "p5en", **sizes: Any) -> Setting:
@@ -110,15 +110,23 @@ def test_training_state_is_sixteen_bytes_a_parameter_over_the_ranks_that_share_i
     assert state == pytest.approx(16 * SIZES["total_parameters"] / 16)
     replicated = replace(found, config=replace(found.config, train=replace(found.config.train, fsdp_size=1)))
     state = sum(term.size_bytes for term in trainer_terms(replicated)[:3])
-    assert state == pytest.approx(16 * (SIZES["dense_parameters"] + SIZES["expert_parameters"] / 16))
+    assert state == pytest.approx(16 * (DENSE + SIZES["expert_parameters"] / 16))
 
 
 def test_an_engine_holds_its_share_of_the_weights_and_the_rest_is_cache() -> None:
     found = setting()
     weights, reserve, cache = (term.size_bytes for term in engine_terms(found))
-    assert weights == pytest.approx(2 * (SIZES["dense_parameters"] + SIZES["expert_parameters"] / 8))
+    assert weights == pytest.approx(2 * (DENSE + SIZES["expert_parameters"] / 8))
     assert weights + reserve + cache == pytest.approx(0.9 * found.accelerator.memory_bytes)
     assert cache_bytes_per_token(found) == 2 * 48 * 2 * 4 * 128
+
+
+def test_deltas_make_publications_smaller() -> None:
+    found = setting()
+    whole = replace(found, config=replace(found.config, publish=replace(found.config.publish, full_every=1)))
+    seconds, smaller = ({phase.name: phase.seconds for phase in phases(case)} for case in (whole, found))
+    assert seconds["publish"] == pytest.approx(2 * SIZES["total_parameters"] / 2e9)
+    assert smaller["publish"] == pytest.approx(seconds["publish"] * (1 + 7 * 0.05) / 8)
 
 
 def test_more_network_makes_the_exchange_faster_and_nothing_else() -> None:

@@ -3,32 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+from moe.model_shape import ModelShape
 from steps.config import RunConfig
 from workflows.platform import Accelerator, PlatformProfile
 
 BF16_BYTES, F32_BYTES = 2, 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelShape:
-    """`moe.model_size.ModelSize` as `python -m steps.model_size` prints it: numbers of elements and of layers."""
-
-    family: str
-    num_layers: int
-    num_moe_layers: int
-    hidden_size: int
-    vocab_size: int
-    num_experts: int
-    top_k: int
-    expert_width: int
-    query_width: int
-    key_value_values: int
-    total_parameters: int
-    expert_parameters: int
-    embedding_parameters: int
-    largest_layer_parameters: int
-    dense_parameters: int
-    active_parameters: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

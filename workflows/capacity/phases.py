@@ -9,6 +9,7 @@ from workflows.capacity.model import BF16_BYTES, Setting
 
 PARALLEL_SHARE_OF_PEAK = 0.5
 """Of the peak that prompt processing and wide decoding reach: assumed."""
+_PUBLICATION = {False: "2 B x parameters", True: "2 B x parameters, mostly deltas of 5 %,"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +118,23 @@ def _exchange(setting: Setting) -> Phase:
 
 
 def _publish(setting: Setting) -> Phase:
-    size = BF16_BYTES * setting.model.total_parameters
-    return Phase("publish", size / anchors.PUBLISH_BYTES_PER_S, "2 B x parameters / 2 GB/s", "assumed rate of one pod")
+    seconds = _publication_bytes(setting) / anchors.PUBLISH_BYTES_PER_S
+    return Phase("publish", seconds, f"{_PUBLICATION[_is_delta(setting)]} / 2 GB/s", "assumed rate of one pod")
 
 
 def _fetch(setting: Setting) -> Phase:
-    size = BF16_BYTES * setting.model.total_parameters
-    return Phase(
-        "refresh", size / anchors.FETCH_BYTES_PER_S, "2 B x parameters / 5 GB/s a node", "assumed rate of one node"
-    )
+    seconds = _publication_bytes(setting) / anchors.FETCH_BYTES_PER_S
+    return Phase("refresh", seconds, f"{_PUBLICATION[_is_delta(setting)]} / 5 GB/s a node", "assumed rate of one node")
+
+
+def _is_delta(setting: Setting) -> bool:
+    return setting.config.publish.full_every > 1
+
+
+def _publication_bytes(setting: Setting) -> float:
+    """Mean of a publication in bfloat16 and the deltas that follow it."""
+    chain = setting.config.publish.full_every
+    return BF16_BYTES * setting.model.total_parameters * (1 + (chain - 1) * anchors.DELTA_SHARE) / chain
 
 
 def balanced_rollout_nodes(setting: Setting, found: list[Phase]) -> float:
