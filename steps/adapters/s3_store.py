@@ -52,7 +52,8 @@ from steps.errors import ConfigError, DataError, ServiceUnavailable
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-UPLOAD_PART_BYTES = 16 << 20
+UPLOAD_PART_BYTES = 32 << 20
+"""Smaller parts cost more requests, larger ones leave the connections idle at the end."""
 SMALL_FILE_BYTES = 4 << 20
 """Up to this size a file is sent as a small object is: in one request that is checked end to end."""
 SHA256_METADATA = "moerl-sha256"
