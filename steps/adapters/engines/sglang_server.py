@@ -4,18 +4,17 @@ It has no build for CPUs: tested against a double of its protocol (`tests/double
 real server.
 """
 
-import base64
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from moe.config import SamplingConfig
 from moe.sampler import SampledResponse
 from steps.adapters.engines.http_client import JsonClient, ServerRefused, ServerUnreachable, require
+from steps.adapters.engines.replies import finish_reason, routed_experts, with_last_unknown
 from steps.adapters.engines.server_kind import (
     HEALTH_TIMEOUT_S,
     MODEL_NAME,
@@ -99,9 +98,7 @@ class SglangServer:
         body = {"input_ids": list(prompt), "sampling_params": parameters, "return_logprob": True}
         answer = client.post("/generate", body | {"return_routed_experts": top_k > 0}, timeout_s)
         token_ids, meta = list(require(answer, "output_ids")), require(answer, "meta_info")
-        reason = require(meta, "finish_reason", "type")
-        if reason not in ("stop", "length"):
-            raise ServerUnreachable(f"{client.url}: a request ended with {reason!r}")
+        reason = finish_reason(client, require(meta, "finish_reason", "type"))
         entries = require(meta, "output_token_logprobs")
         if [require(entry, 1) for entry in entries] != token_ids:
             raise ServerRefused(502, "output_token_logprobs are not those of output_ids")
@@ -140,14 +137,7 @@ def _weight_labels(meta: Any) -> frozenset[str]:
 
 def _expert_ids(encoded: Any, num_tokens: int, top_k: int) -> Tensor:
     """int16 (tokens, layers, experts a token) from base64 of int32 without the last token, whose row is -1."""
-    if not isinstance(encoded, str):
-        raise ServerRefused(
-            502, "the answer has no routed experts; start the server with --enable-return-routed-experts"
-        )
-    ids = np.frombuffer(base64.b64decode(encoded), dtype="<i4")
+    ids = np.frombuffer(routed_experts(encoded), dtype="<i4")
     if num_tokens < 2 or ids.size == 0 or ids.size % ((num_tokens - 1) * top_k):
         raise ServerRefused(502, f"{ids.size} routed experts for {num_tokens} tokens of {top_k} experts each")
-    array = ids.reshape(num_tokens - 1, -1, top_k).astype(np.int16)
-    ids_TLK = torch.full((num_tokens, *array.shape[1:]), -1, dtype=torch.int16)
-    ids_TLK[:-1] = torch.from_numpy(array)
-    return ids_TLK
+    return with_last_unknown(ids.reshape(num_tokens - 1, -1, top_k))

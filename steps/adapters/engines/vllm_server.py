@@ -3,19 +3,18 @@
 Run on its CPU build; the settings for GPUs and for experts on several ranks have not run on hardware yet.
 """
 
-import base64
 import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from moe.config import SamplingConfig
 from moe.sampler import SampledResponse
 from steps.adapters.engines.http_client import JsonClient, ServerRefused, ServerUnreachable, require
+from steps.adapters.engines.replies import finish_reason, routed_experts, with_last_unknown
 from steps.adapters.engines.server_kind import (
     HEALTH_TIMEOUT_S,
     MODEL_NAME,
@@ -116,9 +115,8 @@ class VllmServer:
             parameters |= {"stop": list(sampling.stop), "detokenize": True, "include_stop_str_in_output": True}
         answer = client.post(GENERATE, {"token_ids": list(prompt), "sampling_params": parameters}, timeout_s)
         choice = require(answer, "choices", 0)
-        token_ids, reason = list(require(choice, "token_ids")), require(choice, "finish_reason")
-        if reason not in ("stop", "length"):
-            raise ServerUnreachable(f"{client.url}: a request ended with {reason!r}")
+        token_ids = list(require(choice, "token_ids"))
+        reason = finish_reason(client, require(choice, "finish_reason"))
         logprobs = [float(require(entry, "logprob")) for entry in require(choice, "logprobs", "content")]
         if len(logprobs) != len(token_ids):
             raise ServerRefused(502, f"{len(logprobs)} log-probabilities for {len(token_ids)} tokens")
@@ -151,13 +149,7 @@ class VllmServer:
 
 def _expert_ids(encoded: Any, num_tokens: int) -> Tensor:
     """int16 (tokens, layers, experts a token) from base64 of a .npy file without the last token, whose row is -1."""
-    if not isinstance(encoded, str):
-        raise ServerRefused(
-            502, "the answer has no routed experts; start the server with --enable-return-routed-experts"
-        )
-    array = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False).astype(np.int16)
+    array = np.load(io.BytesIO(routed_experts(encoded)), allow_pickle=False)
     if array.ndim != 3 or len(array) != num_tokens - 1:
         raise ServerRefused(502, f"routed experts of shape {array.shape} for {num_tokens} tokens")
-    ids_TLK = torch.full((num_tokens, *array.shape[1:]), -1, dtype=torch.int16)
-    ids_TLK[:-1] = torch.from_numpy(array)
-    return ids_TLK
+    return with_last_unknown(array)
